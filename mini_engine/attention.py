@@ -1,0 +1,172 @@
+"""Attention over the paged cache, and the one contract that every backend keeps.
+
+Attention returns `AttentionState(out, lse)`: the softmax-weighted values, and the natural logarithm of the sum of
+exp(scores) they were weighted by. Two states over disjoint keys merge into the state over all of them, so context can
+be cut anywhere: into splits, cached and new tokens, or ranks. The state over no keys is (0, -inf).
+
+    q             [T, heads, D]                   tokens of all sequences one after the other
+    k, v cache    [num_blocks, block_size, kv_heads, D]
+    out           [T, heads, D] float32
+    lse           [T, heads]    float32
+
+Source: the (out, lse) state and its merge as in FlashInfer (Ye et al. 2025) and FlashAttention (Dao et al. 2022).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mini_engine.batch import Batch
+
+
+class AttentionState(NamedTuple):
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def merge(a: AttentionState, b: AttentionState) -> AttentionState:
+    """The state over the keys of both. Associative; (0, -inf) is neutral; a NaN or +inf lse counts as empty."""
+    lse_a, lse_b = (torch.where(x.lse < float("inf"), x.lse, float("-inf")) for x in (a, b))
+    top = torch.maximum(lse_a, lse_b).clamp_min(torch.finfo(lse_a.dtype).min)
+    weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
+    total = weight_a + weight_b
+    share = torch.where(total > 0, 1 / total, 0.0)
+    part_a, part_b = (
+        torch.where(weight[..., None] > 0, x.out * (weight * share)[..., None], 0.0)
+        for x, weight in ((a, weight_a), (b, weight_b))
+    )
+    return AttentionState(part_a + part_b, top + torch.log(total))
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor | None = None
+) -> AttentionState:
+    """Plain attention, written as the formula; the reference for every faster way.
+
+    q [..., M, D], k and v [..., L, D], visible [..., M, L] bool (None: all). A row that sees nothing is (0, -inf).
+    """
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+        v = v.float().masked_fill(~visible.any(-2)[..., None], 0.0)  # 0 * NaN is NaN: unwritten slots count as 0
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.clamp_min(torch.finfo(torch.float32).min)[..., None])
+    return AttentionState(torch.matmul(weights, v.float()), lse)
+
+
+def paged_attention_reference(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch, scale: float
+) -> AttentionState:
+    """Causal attention of a ragged batch, one sequence at a time: slow, short, and what kernels are tested against."""
+    group = q.shape[1] // k_cache.shape[2]
+    outs, lses, first = [], [], 0
+    for row, (num_new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        length = context + num_new
+        k, v = (_gather(cache, batch.block_table[row], length).transpose(0, 1) for cache in (k_cache, v_cache))
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+        positions = torch.arange(context, length, device=q.device)
+        visible = torch.arange(length, device=q.device)[None, :] <= positions[:, None]
+        state = attend(q[first : first + num_new].transpose(0, 1), k, v, scale, visible)
+        outs.append(state.out.transpose(0, 1))
+        lses.append(state.lse.transpose(0, 1))
+        first += num_new
+    return AttentionState(torch.cat(outs), torch.cat(lses))
+
+
+class TorchAttention:
+    """The torch backend: made once a step from its batch, called once a layer.
+
+    Sequences with one new token go together, padded to the longest; each longer chunk goes alone. The rows of a KV
+    head are all its query heads (GQA packing), so that K and V are never repeated.
+    """
+
+    def __init__(self, batch: Batch, block_size: int, scale: float):
+        self.batch = batch
+        self.scale = scale
+        self.block_table = batch.block_table.long()
+        n = batch.num_decodes
+        self.decode_blocks = self.block_table[0, :0]
+        self.hidden: torch.Tensor | None = None
+        if n:
+            lens = [context + 1 for context in batch.context_lens[:n]]
+            width = -(-max(lens) // block_size)
+            self.decode_blocks = self.block_table[:n, :width].flatten()
+            if any(length < width * block_size for length in lens):
+                key = torch.arange(width * block_size, device=batch.seq_lens.device)
+                self.hidden = (key >= batch.seq_lens[:n, None])[:, None, None, :]
+
+    def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> AttentionState:
+        """q [T, heads, D], caches of one layer; the new tokens' K and V are already in them."""
+        n = self.batch.num_decodes
+        states = [self._decodes(q[:n], k_cache, v_cache)] if n else []
+        first = n
+        for row in range(n, len(self.batch.query_lens)):
+            num_new = self.batch.query_lens[row]
+            states.append(self._chunk(q[first : first + num_new], k_cache, v_cache, row))
+            first += num_new
+        if len(states) == 1:
+            return states[0]
+        return AttentionState(torch.cat([s.out for s in states]), torch.cat([s.lse for s in states]))
+
+    def _decodes(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> AttentionState:
+        n, heads, dim = q.shape
+        k, v = (
+            cache.index_select(0, self.decode_blocks).view(n, -1, *cache.shape[2:]).transpose(1, 2)
+            for cache in (k_cache, v_cache)
+        )
+        packed = q.view(n, k.shape[1], -1, dim)
+        state = _softmax_attention(packed, k, v, self.scale, hidden=self.hidden)
+        return AttentionState(state.out.reshape(n, heads, dim), state.lse.reshape(n, heads))
+
+    def _chunk(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row: int) -> AttentionState:
+        """The context before the chunk, seen by all of it, merged with the chunk, seen causally."""
+        num_new, heads, dim = q.shape
+        context = self.batch.context_lens[row]
+        k, v = (
+            _gather(cache, self.block_table[row], context + num_new).transpose(0, 1) for cache in (k_cache, v_cache)
+        )
+        kv_heads = k.shape[0]
+        group = heads // kv_heads
+        q = q.view(num_new, kv_heads, group, dim)
+        per_head = q.permute(1, 2, 0, 3)
+        own_k, own_v = (x[:, None, context:].expand(-1, group, -1, -1) for x in (k, v))
+        state = _softmax_attention(per_head, own_k, own_v, self.scale, causal=True)
+        out, lse = state.out.permute(2, 0, 1, 3), state.lse.permute(2, 0, 1)
+        if context:
+            packed = q.permute(1, 2, 0, 3).reshape(1, kv_heads, group * num_new, dim)
+            seen = _softmax_attention(packed, k[None, :, :context], v[None, :, :context], self.scale)
+            seen_out = seen.out.view(kv_heads, group, num_new, dim).permute(2, 0, 1, 3)
+            out, lse = merge(
+                AttentionState(seen_out, seen.lse.view(kv_heads, group, num_new).permute(2, 0, 1)),
+                AttentionState(out, lse),
+            )
+        return AttentionState(out.reshape(num_new, heads, dim), lse.reshape(num_new, heads))
+
+
+def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` tokens of a sequence, [length, kv_heads, D]."""
+    num_blocks = -(-length // cache.shape[1])
+    return cache.index_select(0, block_table[:num_blocks]).flatten(0, 1)[:length]
+
+
+def _softmax_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool = False,
+    hidden: torch.Tensor | None = None,
+) -> AttentionState:
+    """q [N, H, M, D], k and v [N, H, L, D]; hidden [N, 1, 1, L] bool. torch's fused CPU operator, or the formula."""
+    if q.device.type == "cpu":
+        mask = None if hidden is None else torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return AttentionState(out.float(), lse)
+    visible = None if hidden is None else ~hidden
+    if causal:
+        visible = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return attend(q, k, v, scale, visible)

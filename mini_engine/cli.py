@@ -1,0 +1,175 @@
+"""The `mini-engine` command: generate, info, bench.
+
+Exit status: 0 done, 1 nothing wrong with the command but the answer is no, 2 a refusal, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence as Seq
+
+from mini_engine.config import DTYPE_BYTES, EngineConfig
+from mini_engine.errors import EngineError
+
+INTERRUPTED = 130
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    """Run one command. Deliberate refusals are one line on stderr, without a traceback."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except EngineError as error:
+        print(f"mini-engine: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nmini-engine: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, `head` say, has left: let Python's own shutdown flush to nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mini-engine",
+        description="A small inference engine that serves a real model.",
+        epilog='example: mini-engine generate --chat --prompt "What is a KV cache?"',
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_info(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="smollm2-135m",
+        metavar="smollm2-135m|DIR|HF_ID|FILE.gguf",
+        help="the embedded model, a directory, a GGUF file or a Hugging Face repository (default: %(default)s)",
+    )
+    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES], help="default: %(default)s")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: %(default)s")
+    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output")
+    parser.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of the KV pool")
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="answer one prompt, as it is written",
+        description="Answer one prompt and stream the text; timings come last, on stderr.",
+        epilog='example: mini-engine generate --chat --prompt "Name three primes." --max-tokens 40',
+    )
+    parser.add_argument("--prompt", required=True, help="the text, or - to read it from standard input")
+    parser.add_argument("--chat", action="store_true", help="ask it as a question, through the model's chat template")
+    _add_model(parser)
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes a random answer repeatable")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from mini_engine.llm import LLM
+    from mini_engine.sequence import SamplingParams
+
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        stop=args.stop,
+    )
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    llm = LLM(_engine_config(args))
+    prompt = llm.chat_prompt([{"role": "user", "content": text}]) if args.chat else text
+    stream = llm.stream(prompt, params)
+    status = 0
+    try:
+        for delta in stream:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    finally:
+        stream.close()
+    print()
+    metrics = stream.record.metrics
+    print(f"[{'interrupted; ' if status else ''}{metrics.summary()}]", file=sys.stderr)
+    return status
+
+
+def _add_info(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="versions, device, model memory, and how many requests fit",
+        description="What an engine with these settings would be: nothing is loaded but the model's header.",
+        epilog="example: mini-engine info --input-len 2048 --output-len 256 --kv-cache-memory-bytes 2000000000",
+    )
+    _add_model(parser)
+    parser.add_argument("--input-len", type=int, default=2048, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("--output-len", type=int, default=256, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_info)
+
+
+def _info(args: argparse.Namespace) -> int:
+    import json
+
+    from mini_engine.info import describe, table
+
+    report = describe(_engine_config(args), args.input_len, args.output_len)
+    print(json.dumps(report, indent=2) if args.json else table(report))
+    return 0
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure this machine: speed, scheduler, memory, start",
+        description="Measure in one process, with warm-up and medians, beside transformers where it is installed.",
+        epilog="example: mini-engine bench --json > bench.json",
+    )
+    _add_model(parser)
+    parser.add_argument("--input-len", type=int, default=128, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="runs a median is of (default: %(default)s)"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="leave transformers out, which takes half of the time")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    import json
+
+    from mini_engine.bench import run, table
+
+    report = run(_engine_config(args), args.input_len, args.output_len, args.repeats, peers=not args.no_peers)
+    print(json.dumps(report, indent=2) if args.json else table(report))
+    return 0
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        model=args.model,
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=args.max_model_len,
+        block_size=args.block_size,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+    )

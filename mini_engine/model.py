@@ -1,0 +1,158 @@
+"""A Llama or Qwen3 decoder: weights as plain tensors, the forward pass as one short function.
+
+    tokens [T] -> embed -> layers x (norm, attention, add, norm, SwiGLU, add) -> norm of the R rows to draw from
+    -> logits [R, vocab]
+
+Tokens of all sequences lie one after the other; only attention knows where one ends. Q, K and V are one matrix, gate
+and up another, so that a decode step makes four matrix products a layer instead of seven.
+
+Source: Llama (Touvron et al. 2023), Qwen3 (QK-norm), rotary embedding in Hugging Face's half-split layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from mini_engine.attention import AttentionState
+from mini_engine.batch import Batch
+from mini_engine.checkpoint import Checkpoint
+from mini_engine.config import ModelConfig
+from mini_engine.kv_cache import KVCache
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], AttentionState]
+
+
+@dataclass
+class Layer:
+    """One decoder layer. Matrices are [out, in]; qkv stacks Q, K, V rows, gate_up stacks gate and up rows."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class Decoder:
+    """The model on one device. `forward` has no state of its own: the KV cache is passed in."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int | None = None,
+    ):
+        self.config = config
+        self.scale = 1 / math.sqrt(config.head_dim)
+        load = _Loader(checkpoint, dtype, device)
+        self.embedding = load("model.embed_tokens.weight")
+        self.layers = [_load_layer(load, config, f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
+        self.norm = load("model.norm.weight")
+        self.head = self.embedding if config.tie_word_embeddings else load("lm_head.weight")
+        self.cos_sin = rotary_table(config, max_model_len or config.max_position_embeddings, dtype, device)
+
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """Every weight held, once."""
+        tensors = [self.embedding, self.norm] + ([] if self.head is self.embedding else [self.head])
+        for layer in self.layers:
+            tensors += [tensor for tensor in vars(layer).values() if tensor is not None]
+        return tensors
+
+    def forward(self, batch: Batch, kv: KVCache, attention: Attention) -> torch.Tensor:
+        """Logits [R, vocab] float32 of the rows `batch.logits_indices`; writes K and V of all T tokens into `kv`."""
+        config = self.config
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        cos, sin = self.cos_sin[batch.positions].unsqueeze(1).unbind(2)
+        x = F.embedding(batch.input_ids, self.embedding)
+        for i, layer in enumerate(self.layers):
+            h = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+            qkv = F.linear(h, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
+            qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = rms_norm(qk[:, :heads], layer.q_norm, config.rms_norm_eps)
+                k = rms_norm(qk[:, heads:], layer.k_norm, config.rms_norm_eps)
+                qk = torch.cat((q, k), dim=1)
+            qk = rotate(qk, cos, sin)
+            kv.write(i, qk[:, heads:], v, batch.slot_mapping)
+            out = attention(qk[:, :heads], kv.k[i], kv.v[i]).out
+            x = x + F.linear(out.flatten(1).to(x.dtype), layer.o)
+            h = rms_norm(x, layer.post_norm, config.rms_norm_eps)
+            gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        x = rms_norm(x[batch.logits_indices], self.norm, config.rms_norm_eps)
+        return F.linear(x, self.head).float()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean in float32."""
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [T, heads, D]; cos and sin [T, 1, D], the sine's first half negated."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """Radians per position of each of the head_dim / 2 pairs, with Llama 3's scaling applied. float32.
+
+    Source: Su et al. 2021 for theta^(-2i/D); Llama 3.1 reference code for the scaling.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequency = 1.0 / config.rope_theta**exponent
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    ramp = ramp.clamp(0, 1)
+    return frequency * (ramp + (1 - ramp) / scaling.factor)
+
+
+def rotary_table(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[length, 2, D]: the cosine, and the sine with its first half negated, of every position."""
+    positions = torch.arange(length, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(config))
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+    return table.to(dtype).to(device)
+
+
+class _Loader:
+    """Reads tensors straight to where they stay: no second copy of the model exists at any time."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+
+    def __call__(self, *names: str) -> torch.Tensor:
+        """One tensor, or several stacked by rows."""
+        rows = [self.checkpoint.shape(name)[0] for name in names]
+        out = torch.empty((sum(rows), *self.checkpoint.shape(names[0])[1:]), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, out.split(rows), strict=True):
+            self.checkpoint.read(name, part)
+        return out
+
+
+def _load_layer(load: _Loader, config: ModelConfig, prefix: str) -> Layer:
+    attn, mlp = prefix + "self_attn.", prefix + "mlp."
+    return Layer(
+        input_norm=load(prefix + "input_layernorm.weight"),
+        qkv=load(attn + "q_proj.weight", attn + "k_proj.weight", attn + "v_proj.weight"),
+        q_norm=load(attn + "q_norm.weight") if config.qk_norm else None,
+        k_norm=load(attn + "k_norm.weight") if config.qk_norm else None,
+        o=load(attn + "o_proj.weight"),
+        post_norm=load(prefix + "post_attention_layernorm.weight"),
+        gate_up=load(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+        down=load(mlp + "down_proj.weight"),
+    )

@@ -1,0 +1,40 @@
+"""Where a scheduled step meets the machine: the weights, the KV pool, and the forward pass."""
+
+from __future__ import annotations
+
+import torch
+
+from mini_engine import sizing
+from mini_engine.attention import TorchAttention
+from mini_engine.batch import build_batch
+from mini_engine.checkpoint import Checkpoint
+from mini_engine.config import EngineConfig
+from mini_engine.kv_cache import KVCache
+from mini_engine.model import Decoder
+from mini_engine.scheduler import SchedulerOutput
+
+
+class ModelRunner:
+    """Holds the weights and the KV pool, and runs steps over them."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint):
+        model = checkpoint.config
+        self.block_size = config.block_size
+        self.device = sizing.resolve_device(config.device)
+        self.dtype = sizing.resolve_dtype(config.dtype, model, self.device)
+        self.max_model_len = sizing.resolve_max_model_len(config, model)
+        self.model = Decoder(model, checkpoint, self.dtype, self.device, self.max_model_len)
+        self.num_blocks = sizing.num_kv_blocks(config, model, self.device, self.dtype)
+        self.kv = KVCache(model, self.num_blocks, self.block_size, sizing.kv_dtype(config, self.dtype), self.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.model.weight_tensors())
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> torch.Tensor:
+        """Copy what is to be copied, run the model; logits [R, vocab] float32, one row a sequence that draws."""
+        self.kv.copy_blocks(output.block_copies)
+        batch = build_batch(output, self.block_size).to(self.device)
+        attention = TorchAttention(batch, self.block_size, self.model.scale)
+        return self.model.forward(batch, self.kv, attention)
