@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from mini_engine.batch import Batch
+from mini_engine.block_manager import NULL_BLOCK
 
 
 class AttentionState(NamedTuple):
@@ -52,7 +53,7 @@ def attend(
         scores = scores.masked_fill(~visible, float("-inf"))
         v = v.float().masked_fill(~visible.any(-2)[..., None], 0.0)  # 0 * NaN is NaN: unwritten slots count as 0
     lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.clamp_min(torch.finfo(torch.float32).min)[..., None])
+    weights = torch.softmax(scores, dim=-1).masked_fill(torch.isneginf(lse)[..., None], 0.0)
     return AttentionState(torch.matmul(weights, v.float()), lse)
 
 
@@ -88,14 +89,22 @@ class TorchAttention:
         self.block_table = batch.block_table.long()
         n = batch.num_decodes
         self.decode_blocks = self.block_table[0, :0]
+        self.longest = 0
         self.hidden: torch.Tensor | None = None
+        self.unused: torch.Tensor | None = None
         if n:
-            lens = [context + 1 for context in batch.context_lens[:n]]
-            width = -(-max(lens) // block_size)
-            self.decode_blocks = self.block_table[:n, :width].flatten()
-            if any(length < width * block_size for length in lens):
-                key = torch.arange(width * block_size, device=batch.seq_lens.device)
-                self.hidden = (key >= batch.seq_lens[:n, None])[:, None, None, :]
+            lens = torch.tensor(batch.context_lens[:n]) + 1
+            self.longest = int(lens.max())
+            width = -(-self.longest // block_size)
+            blocks = self.block_table[:n, :width]
+            if lens.min() < self.longest:
+                key, device = torch.arange(width * block_size), batch.seq_lens.device
+                ends = (lens + block_size - 1) // block_size * block_size
+                hidden, beyond = key >= lens[:, None], key >= ends[:, None]
+                blocks = blocks.masked_fill(beyond[:, ::block_size].to(device), NULL_BLOCK)
+                self.hidden = hidden[:, None, None, : self.longest].to(device)
+                self.unused = (hidden & ~beyond).flatten().nonzero().squeeze(1).to(device)
+            self.decode_blocks = blocks.flatten()
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> AttentionState:
         """q [T, heads, D], caches of one layer; the new tokens' K and V are already in them."""
@@ -112,13 +121,21 @@ class TorchAttention:
 
     def _decodes(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> AttentionState:
         n, heads, dim = q.shape
-        k, v = (
-            cache.index_select(0, self.decode_blocks).view(n, -1, *cache.shape[2:]).transpose(1, 2)
-            for cache in (k_cache, v_cache)
-        )
+        k, v = (self._gather_decodes(cache, n) for cache in (k_cache, v_cache))
         packed = q.view(n, k.shape[1], -1, dim)
         state = _softmax_attention(packed, k, v, self.scale, hidden=self.hidden)
         return AttentionState(state.out.reshape(n, heads, dim), state.lse.reshape(n, heads))
+
+    def _gather_decodes(self, cache: torch.Tensor, n: int) -> torch.Tensor:
+        """What the decodes read, [n, kv_heads, longest, D], with zeros beyond the end of each sequence.
+
+        A mask alone does not keep out what was left there: 0 * NaN and NaN - inf are NaN. Whole blocks beyond the end
+        are read from the null block, which holds zeros, so that only the rest of started blocks is to be cleared.
+        """
+        tokens = cache.index_select(0, self.decode_blocks).flatten(0, 1)
+        if self.unused is not None:
+            tokens.index_fill_(0, self.unused, 0.0)
+        return tokens.view(n, -1, *cache.shape[2:])[:, : self.longest].transpose(1, 2)
 
     def _chunk(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row: int) -> AttentionState:
         """The context before the chunk, seen by all of it, merged with the chunk, seen causally."""
@@ -161,6 +178,7 @@ def _softmax_attention(
 ) -> AttentionState:
     """q [N, H, M, D], k and v [N, H, L, D]; hidden [N, 1, 1, L] bool. torch's fused CPU operator, or the formula."""
     if q.device.type == "cpu":
+        k, v = k.to(q.dtype), v.to(q.dtype)
         mask = None if hidden is None else torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale

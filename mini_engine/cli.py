@@ -157,7 +157,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 def _bench(args: argparse.Namespace) -> int:
     import json
 
-    from mini_engine.bench import run, table
+    from mini_engine.bench.measure import run, table
 
     report = run(_engine_config(args), args.input_len, args.output_len, args.repeats, peers=not args.no_peers)
     print(json.dumps(report, indent=2) if args.json else table(report))

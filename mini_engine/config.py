@@ -162,7 +162,7 @@ class ModelConfig:
                 hidden_size=config["hidden_size"],
                 num_attention_heads=heads,
                 num_key_value_heads=config.get("num_key_value_heads") or heads,
-                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+                head_dim=config.get("head_dim") or config["hidden_size"] // (heads or 1),  # 0 is refused by name
                 intermediate_size=config["intermediate_size"],
                 vocab_size=config["vocab_size"],
                 tie_word_embeddings=config.get("tie_word_embeddings", False),
@@ -174,6 +174,8 @@ class ModelConfig:
             )
         except KeyError as error:
             raise ModelLoadError(f"config.json lacks {error.args[0]!r}, which a {architecture} model needs") from None
+        except (TypeError, AttributeError) as error:
+            raise ModelLoadError(f"config.json has a value of the wrong kind: {error}") from None
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -302,6 +304,7 @@ class EngineConfig:
             _at_least(self, 2, "num_gpu_blocks_override")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
+        self.scheduler_config(self.max_model_len or 1, num_blocks=2)  # its refusals, before a model is loaded
 
     def scheduler_config(self, max_model_len: int, num_blocks: int) -> SchedulerConfig:
         """The scheduler's part of it, once the model and the memory are known."""

@@ -11,6 +11,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 an
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import struct
@@ -90,7 +91,9 @@ class GGUFFile:
             self._map.madvise(mmap.MADV_DONTNEED, start, info.start + info.nbytes - start)
 
     def close(self) -> None:
-        self._map.close()
+        # After an interrupted read a traceback may hold a view: the map then goes when the last view does.
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
 class _Header:

@@ -35,12 +35,12 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
             f"the tokenizer model {model!r} is not supported, only byte-level BPE ('gpt2'): use the model's safetensors"
         )
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ModelLoadError(f"the tokenizer lists {len(tokens)} tokens, {len(tokens) - len(vocab)} of them twice")
     try:
         # With ignore_merges a word that is a token is taken whole, even where the merges do not lead to it.
+        merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
         backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     except Exception as error:  # the library raises plain Exception for a merge of unknown tokens
         raise ModelLoadError(f"the tokenizer's merges do not fit its tokens: {error}") from None
@@ -53,7 +53,8 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         if (index := _token_id(metadata, f"{key}_token_id", len(tokens))) is not None
     }
     _set_post_processor(backend, named, metadata, add_bos_by_default=pre == "llama-bpe")
-    return Tokenizer(backend, named, metadata.get("tokenizer.chat_template"))
+    template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(backend, named, template if isinstance(template, str) else None)
 
 
 def end_of_text_ids(metadata: dict[str, Any]) -> frozenset[int]:

@@ -25,6 +25,12 @@ class KVCache:
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V one token holds in all layers."""
+        num_blocks, block_size = self.k.shape[1:3]
+        return self.nbytes // (num_blocks * block_size)
+
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at their slots."""
         self.k[layer].flatten(0, 1).index_copy_(0, slot_mapping, k.to(self.k.dtype))

@@ -111,6 +111,8 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
+    if config.rope_factors is not None:
+        return frequency / torch.tensor(config.rope_factors)
     scaling = config.rope_scaling
     if scaling is None:
         return frequency

@@ -186,6 +186,11 @@ class Scheduler:
         Every running sequence goes back to waiting, to be computed anew, and the prefix cache is emptied.
         """
         self.blocks.pool.unhold(output.block_copies)
+        for seq, row in output.sampled:
+            if seq.index > 0 and seq.num_output_tokens == 0 and seq.status is RUNNING:
+                # Branched off by this very step, so nobody outside knows it: its parent branches again.
+                self.finish(seq, SequenceStatus.FINISHED_ABORTED)
+                output.scheduled[row].seq.num_forks += 1
         for seq in list(self.running):
             self._preempt(seq)
         self.blocks.reset_prefix_cache()

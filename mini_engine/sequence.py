@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +42,9 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), Iterable | None):
+                raise RequestError(f"{name} must be a list, got {getattr(self, name)!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or _NO_TEXT)
         if not all(isinstance(text, str) and text for text in stop):
             raise RequestError(f"stop must be one or several non-empty strings, got {self.stop!r}")

@@ -52,7 +52,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens written in the text are recognised; add_special_tokens adds what the model wants
-        around a plain text (often a begin-of-text token). Raises RequestError for text that is not Unicode text."""
+        around a plain text (often a begin-of-text token). Bytes a vocabulary has no token for are left out, as
+        transformers leaves them out: SmolLM2's lacks six control characters and the unassigned planes 4 to 11.
+        Raises RequestError for text that is not Unicode text."""
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):

@@ -1,0 +1,1 @@
+"""Measuring the engine on this machine; `measure.run` is `mini-engine bench`."""

@@ -1,0 +1,71 @@
+"""`mini-engine bench`: that it measures what it says, on a tiny model. Seconds are not asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mini_engine import LLM, EngineConfig, SamplingParams
+from mini_engine.bench import measure
+from mini_engine.bench.peers import transformers_twin
+from tests.builders import LLAMA3_SCALING, tiny_llama_dir, tiny_qwen3_dir
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    path = tiny_llama_dir(tmp_path_factory.mktemp("model"))
+    return measure.run(EngineConfig(str(path)), input_len=8, output_len=6, repeats=1)
+
+
+def test_every_figure_has_value_unit_and_how(report: dict) -> None:
+    names = [row["name"] for row in report["figures"]]
+    assert names == [
+        "start to first token",
+        "memory above import torch",
+        "scheduler, 1 running",
+        "scheduler, 64 running",
+        "scheduler, 256 running",
+        "read rate",
+        "decode, batch 1",
+        "decode, batch 16",
+        "prefill",
+        "whole requests, batch 1",
+        "whole requests, batch 16",
+    ]
+    assert all(row["unit"] and row["how"] for row in report["figures"])
+    # A tiny model may fit into what importing torch freed again.
+    assert all(row["value"] > 0 for row in report["figures"] if row["name"] != "memory above import torch")
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_ratios_belong_to_their_figures(report: dict) -> None:
+    rows = {row["name"]: row for row in report["figures"]}
+    for name in ("decode, batch 1", "decode, batch 16"):
+        assert rows[name]["share_of_bound"] == pytest.approx(rows[name]["value"] / rows[name]["bound"])
+    for name in ("whole requests, batch 1", "whole requests, batch 16"):
+        # one run each: the ratio of the medians is the median of the ratios
+        assert rows[name]["ratio_to_peer"] == pytest.approx(rows[name]["value"] / rows[name]["peer"])
+
+
+def test_the_table_shows_every_figure(report: dict) -> None:
+    text = measure.table(report)
+    for row in report["figures"]:
+        assert row["name"] in text
+    assert "x transformers" in text and "of the bound" in text
+
+
+@pytest.mark.parametrize("build", [tiny_llama_dir, tiny_qwen3_dir])
+def test_the_peer_computes_the_same_model(build, tmp_path: Path) -> None:
+    overrides = {"rope_scaling": LLAMA3_SCALING} if build is tiny_llama_dir else {"tie_word_embeddings": True}
+    llm = LLM(str(build(tmp_path, **overrides)), dtype="float32")
+    twin = transformers_twin(llm.engine.runner.model)
+    prompt = list(range(10, 50))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    ours = llm.generate({"prompt_token_ids": prompt}, params)[0].outputs[0].token_ids
+    ids = torch.tensor([prompt])
+    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert twin.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, 40:].tolist() == ours
+    assert twin.model.embed_tokens.weight.data_ptr() == llm.engine.runner.model.embedding.data_ptr()
