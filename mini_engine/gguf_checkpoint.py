@@ -75,27 +75,38 @@ class GGUFCheckpoint:
     def read(self, name: str, out: torch.Tensor) -> None:
         import torch
 
-        from mini_engine.gguf_quants import dequantize
-
         info = self._info(name)
         check_target(name, info.shape, out)
+        # On one thread: the slices are so small that on a busy machine waiting for a second one takes far longer than
+        # the work itself (measured: 10 s in place of 2 s).
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            self._read_slices(info, self._permuted_heads(name), out)
+        finally:
+            torch.set_num_threads(threads)
+        self._file.release(info)
+
+    def _read_slices(self, info: TensorInfo, heads: int, out: torch.Tensor) -> None:
+        """heads: how many heads the rows are permuted within, 0 for rows in order."""
+        import torch
+
+        from mini_engine.gguf_quants import dequantize
+
         raw = self._file.raw(info)
         if out.dim() == 1:
             out.copy_(dequantize(torch.from_numpy(raw.copy()), info.type_name)[0])
-        else:
-            heads = self._permuted_heads(name)
-            # [units, rows of a unit, columns]: a head where rows are permuted within heads, else a single row
-            unit = info.shape[0] // heads if heads else 1
-            target = out.unflatten(0, (-1, unit))
-            step = max(1, _CHUNK_ELEMENTS // (unit * info.shape[1]))
-            for start in range(0, target.shape[0], step):
-                end = min(start + step, target.shape[0])
-                # The copy makes torch the owner: a tensor must not outlive the map it points into.
-                part = torch.from_numpy(raw[start * unit : end * unit].copy())
-                rows = dequantize(part, info.type_name).view(end - start, unit, -1)
-                target[start:end].copy_(_rotary_halves(rows) if heads else rows)
-        del raw
-        self._file.release(info)
+            return
+        # [units, rows of a unit, columns]: a unit is a head where rows are permuted, else a single row
+        unit = info.shape[0] // heads if heads else 1
+        target = out.unflatten(0, (-1, unit))
+        step = max(1, _CHUNK_ELEMENTS // (unit * info.shape[1]))
+        for start in range(0, target.shape[0], step):
+            end = min(start + step, target.shape[0])
+            # The copy makes torch the owner: a tensor must not outlive the map it points into.
+            part = torch.from_numpy(raw[start * unit : end * unit].copy())
+            rows = dequantize(part, info.type_name).view(end - start, unit, -1)
+            target[start:end].copy_(_rotary_halves(rows) if heads else rows)
 
     def _permuted_heads(self, name: str) -> int:
         """Number of heads whose rows the converter permuted, 0 for a tensor it left alone."""

@@ -40,8 +40,8 @@ class SafetensorsCheckpoint:
             self.config = ModelConfig.from_hf(config)
         except ModelLoadError as error:
             raise ModelLoadError(f"{directory / 'config.json'}: {error}") from None
-        except (TypeError, AttributeError, ValueError) as error:
-            raise ModelLoadError(f"{directory / 'config.json'}: a setting has the wrong type: {error}") from None
+        except ValueError as error:  # text where a number belongs
+            raise ModelLoadError(f"{directory / 'config.json'}: {error}") from None
         self._shards, self._shapes = _headers(directory)
         if self.config.tie_word_embeddings and HEAD in self._shapes:
             self._drop_tied_head()
