@@ -47,5 +47,7 @@ class RequestMetrics:
             return "no token was produced"
         parts = [f"TTFT {self.ttft * 1e3:.0f} ms"]
         if self.itl:
-            parts += [f"ITL {median(self.itl) * 1e3:.1f} ms (median)", f"{self.tokens_per_second:.1f} tok/s"]
+            parts.append(f"ITL {median(self.itl) * 1e3:.1f} ms (median)")
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:.1f} tok/s")
         return ", ".join([*parts, f"{len(self.token_times)} tokens"])

@@ -112,6 +112,7 @@ class Scheduler:
         else:
             self.num_waiting -= 1
         seq.status = status
+        seq.num_forks = 0  # siblings that have not branched off by now never will
 
     def has_unfinished(self) -> bool:
         return bool(self.running) or self.num_waiting > 0
@@ -190,7 +191,8 @@ class Scheduler:
             if seq.index > 0 and seq.num_output_tokens == 0 and seq.status is RUNNING:
                 # Branched off by this very step, so nobody outside knows it: its parent branches again.
                 self.finish(seq, SequenceStatus.FINISHED_ABORTED)
-                output.scheduled[row].seq.num_forks += 1
+                parent = output.scheduled[row].seq
+                parent.num_forks += not parent.status.finished
         for seq in list(self.running):
             self._preempt(seq)
         self.blocks.reset_prefix_cache()

@@ -1,0 +1,290 @@
+"""Any order of arrivals, steps, failures and ends, in tiny pools: the blocks, the memory and the rules stay right.
+
+A shadow memory holds, for every slot, which prefix was written there, and every step checks what it is to read.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from mini_engine.errors import RequestError
+from mini_engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from mini_engine.sequence import Sequence, SequenceStatus
+from tests.scheduling import ShadowMemory, sequence
+
+EOS = 0  # the other tokens are 1 and 2: so few that prefixes coincide by themselves
+PREFIXES = [[1, 2, 1, 2, 1, 1, 2, 2], [1, 2, 1, 2, 2, 2, 2, 1, 1, 1], [2] * 12, []]
+RUNNING, WAITING = SequenceStatus.RUNNING, SequenceStatus.WAITING
+TROUBLES = ["stop string", "abort", "abort on the way", "failure"]
+
+
+def random_config(draw: random.Random) -> SchedulerConfig:
+    chunked, max_model_len = draw.random() < 0.7, draw.choice([6, 20, 40])
+    budget = draw.choice([1, 2, 3, 7, 30, 1000]) if chunked else max_model_len + draw.randrange(9)
+    return SchedulerConfig(
+        max_num_seqs=draw.choice([1, 2, 3, 4, 6, 9]),
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=draw.choice([0, 0, 1, 3]) if chunked else 0,
+        enable_chunked_prefill=chunked,
+        enable_prefix_caching=draw.random() < 0.7,
+        scheduling_policy=draw.choice(["fcfs", "priority"]),
+        batching=draw.choice(["continuous", "continuous", "fixed"]),
+        admission=draw.choice(["preempt", "preempt", "reserve"]),
+        max_model_len=max_model_len,
+        block_size=draw.randint(1, 4),
+        num_blocks=draw.randint(2, 12),
+    )
+
+
+def random_request(draw: random.Random, longest: int) -> dict[str, Any]:
+    """Mostly one that the pool can hold, sometimes one that must be refused."""
+    longest = max(1, longest + (3 if draw.random() < 0.1 else 0))
+    tail = [draw.randint(EOS, 2) for _ in range(draw.randint(1, 5))]
+    prompt = (draw.choice(PREFIXES)[: draw.randint(0, 12)] + tail)[-longest:]
+    max_tokens = draw.randint(1, max(1, longest - len(prompt) + 1))
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "n": draw.choice([1, 1, 1, 2, 3]),
+        "min_tokens": min(max_tokens, draw.choice([0, 0, 3])),
+        "priority": draw.randint(-1, 1),
+        "cache_salt": draw.choice([None, None, None, "a", "b"]),
+    }
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """`families` knows, like the engine, the sequences of a request from the moment each is first sampled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.families: dict[str, list[Sequence]] = {}
+        self.num_added = 0
+        self.num_scheduled = 0
+
+    @initialize(draw=st.randoms(use_true_random=False))
+    def start(self, draw: random.Random) -> None:
+        self.config = config = random_config(draw)
+        self.scheduler = Scheduler(config)
+        self.memory = ShadowMemory(config.num_blocks, config.block_size)
+
+    @rule(draw=st.randoms(use_true_random=False), num_requests=st.integers(1, 4))
+    def add(self, draw: random.Random, num_requests: int) -> None:
+        longest = min(self.config.max_model_len, (self.config.num_blocks - 1) * self.config.block_size)
+        for _ in range(num_requests):
+            fields = random_request(draw, longest)
+            self._add(sequence(f"r{self.num_added}", eos_token_ids=frozenset({EOS}), **fields))
+
+    @precondition(lambda self: self.families)
+    @rule(draw=st.randoms(use_true_random=False), num_steps=st.integers(1, 8))
+    def steps(self, draw: random.Random, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.families:
+                output = self._schedule()
+                self.memory.forward(output)
+                self._update(output, [draw.choice([1, 2, 1, 2, 1, 2, EOS]) for _ in output.sampled])
+
+    @precondition(lambda self: self.families)
+    @rule(draw=st.randoms(use_true_random=False), then=st.sampled_from(TROUBLES))
+    def step_with_trouble(self, draw: random.Random, then: str) -> None:
+        """A request ends after or during the step, or the step fails, or both at once."""
+        request = draw.choice(sorted(self.families))
+        fails = then == "failure" or (then == "abort on the way" and draw.random() < 0.3)
+        output = self._schedule()
+        (self.memory.fail if fails else self.memory.forward)(output)
+        if then == "abort on the way":
+            self._finish([*self.families[request], *(seq for seq, _ in output.sampled if seq.request_id == request)])
+        if fails:
+            self._undo(output)
+        else:
+            self._update(output, [draw.choice([1, 2]) for _ in output.sampled])
+        if then == "stop string":
+            self._finish([seq for seq, _ in output.sampled[:1]], SequenceStatus.FINISHED_STOPPED)
+        if then == "abort":
+            self._finish(self.families.get(request, ()))
+        self._tidy()
+
+    @precondition(lambda self: self.families)
+    @rule(draw=st.randoms(use_true_random=False))
+    def abort_between_steps(self, draw: random.Random) -> None:
+        self._finish(self.families[draw.choice(sorted(self.families))])
+        self._tidy()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        idle = not self.scheduler.running
+        assert self.scheduler.blocks.reset_prefix_cache() == idle
+        assert not (idle and self.scheduler.blocks.pool.cached)
+
+    def teardown(self) -> None:
+        """Everything ends in a bounded number of steps: each computes at least one token."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(2000):
+            if not self.families:
+                break
+            output = self._schedule()
+            self.memory.forward(output)
+            self._update(output, [1 for _ in output.sampled])
+        assert not self.families, f"starved: {self.families}"
+        assert not self.scheduler.has_unfinished()
+        assert self.scheduler.blocks.num_free_blocks == self.config.num_blocks - 1
+
+    def _add(self, seq: Sequence) -> None:
+        try:
+            self.scheduler.add(seq)
+        except RequestError as error:
+            assert self._can_never_be_served(seq), f"refused for no reason: {error}"
+            return
+        assert not self._can_never_be_served(seq)
+        self.families[seq.request_id] = [seq]
+        self.num_added += 1
+
+    def _finish(self, sequences: Iterable[Sequence], status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
+        for seq in sequences:
+            self.scheduler.finish(seq, status)
+
+    def _can_never_be_served(self, seq: Sequence) -> bool:
+        config, n = self.config, seq.params.n
+        prompt, size, pool = len(seq.token_ids), self.config.block_size, self.config.num_blocks - 1
+        length = prompt + seq.max_tokens - 1
+        need = -(-length // size)
+        if config.admission == "reserve":
+            need += (n - 1) * (need - prompt // size)
+        return prompt == 0 or length > config.max_model_len or n > config.max_num_seqs or need > pool
+
+    def _undo(self, output: SchedulerOutput) -> None:
+        self.scheduler.undo(output)
+        assert not self.scheduler.running and not self.scheduler.blocks.pool.cached
+        self._tidy()
+
+    def _schedule(self) -> SchedulerOutput:
+        scheduler, config = self.scheduler, self.config
+        computed = {seq: seq.num_computed_tokens for seq in scheduler.running}
+        decodes = {seq for seq in computed if seq.num_tokens - seq.num_computed_tokens == 1}
+        branched = {seq for seq in computed if seq.num_forks == 0}
+        preemptions = scheduler.stats.num_preemptions
+        output = scheduler.schedule()
+        self.num_scheduled += output.num_tokens
+        scheduled = [item.seq for item in output.scheduled]
+        admitted = [seq for seq in scheduler.running if seq not in computed and seq.index == 0]
+        admitted += [seq for seq in scheduled if seq not in computed and seq.index > 0]
+
+        assert scheduled, "an idle step while requests are unfinished"
+        assert len(set(scheduled)) == len(scheduled)
+        assert output.num_tokens <= config.max_num_batched_tokens
+        assert scheduler.stats.num_scheduled_tokens == self.num_scheduled
+        assert sum(1 + seq.num_forks for seq in scheduler.running) <= config.max_num_seqs
+        assert scheduler.stats.num_preemptions - preemptions == len(set(output.preempted)) == len(output.preempted)
+        assert not (config.admission == "reserve" and output.preempted), "reserved blocks were not there"
+        assert not (admitted and output.preempted), "admitted in a step that preempted"
+        assert not (config.batching == "fixed" and computed and admitted), "a fixed batch was joined"
+
+        for seq, start, num_tokens in output.scheduled:
+            assert 1 <= num_tokens <= (config.long_prefill_token_threshold or config.max_num_batched_tokens)
+            if seq in computed:
+                assert start == computed[seq]
+            else:
+                assert start % config.block_size == 0 and (config.enable_prefix_caching or start == 0)
+            assert start + num_tokens == seq.num_computed_tokens <= seq.num_tokens
+            assert seq.num_tokens <= len(seq.block_table) * config.block_size
+            if not config.enable_chunked_prefill:
+                assert seq.num_computed_tokens == seq.num_tokens
+
+        kinds = [0 if seq in decodes else 1 if seq in computed else 2 for seq in scheduled]
+        assert kinds == sorted(kinds), "decodes first, then other running ones, then new ones"
+        if output.num_tokens < config.max_num_batched_tokens:
+            assert set(scheduled) >= set(computed) - set(output.preempted), "budget was left, yet one had to wait"
+
+        self._check_ranks(output, admitted)
+        self._check_samples(output, branched)
+        self._check_blocks()
+        return output
+
+    def _check_ranks(self, output: SchedulerOutput, admitted: list[Sequence]) -> None:
+        def rank(seq: Sequence) -> tuple[int, int, int]:
+            return (seq.priority * (self.config.scheduling_policy == "priority"), seq.arrival, seq.index)
+
+        for victim in output.preempted:
+            assert victim.status is WAITING and victim.block_table == [] and victim.num_computed_tokens == 0
+            assert all(rank(victim) > rank(seq) for seq in self.scheduler.running), f"{victim} was not the last in rank"
+        waiting = [seq for family in self.families.values() for seq in family if seq.status is WAITING]
+        assert all(rank(seq) < rank(other) for seq in admitted for other in waiting), "one overtook another"
+
+    def _check_samples(self, output: SchedulerOutput, branched: set[Sequence]) -> None:
+        sampled = [seq for seq, _ in output.sampled]
+        assert len(set(sampled)) == len(sampled)
+        for seq, row in output.sampled:
+            source = output.scheduled[row].seq
+            assert source.request_id == seq.request_id and source.token_ids == seq.token_ids
+            assert seq.num_computed_tokens == seq.num_tokens == sum(output.scheduled[row][1:])
+        complete = {item.seq for item in output.scheduled if item.seq.num_computed_tokens == item.seq.num_tokens}
+        assert complete <= set(sampled), "all tokens are computed, yet none is drawn"
+        for seq in complete - branched:
+            family = [other.index for other in sampled if other.request_id == seq.request_id]
+            if seq.index == 0 and seq.num_output_tokens == 0:
+                assert sorted(family) == list(range(seq.params.n)), "the siblings draw their first token together"
+
+    def _check_blocks(self) -> None:
+        known = {seq for family in self.families.values() for seq in family}
+        self.scheduler.blocks.check(known | set(self.scheduler.running))
+
+    def _update(self, output: SchedulerOutput, tokens: list[int]) -> None:
+        for seq, _ in output.sampled:
+            family = self.families[seq.request_id]
+            if seq not in family:
+                family.append(seq)
+        before = {seq: seq.num_tokens for seq, _ in output.sampled}
+        ended = {seq for seq in before if seq.status.finished}
+        finished = self.scheduler.update(output, tokens)
+        for (seq, _), token in zip(output.sampled, tokens, strict=True):
+            if seq in ended:
+                assert seq.num_tokens == before[seq] and seq not in finished
+                continue
+            assert seq.token_ids[before[seq] :] == [token]
+            stops = token == EOS and seq.num_output_tokens >= seq.params.min_tokens
+            assert (seq in finished) == (stops or seq.num_output_tokens == seq.max_tokens)
+            assert not seq.status.finished or seq.status.value == ("stop" if stops else "length")
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Forget what has ended, as the engine does, and check what is left."""
+        for request, family in list(self.families.items()):
+            assert all(not seq.block_table for seq in family if seq.status is not RUNNING)
+            if all(seq.status.finished for seq in family):
+                del self.families[request]
+        self._check_blocks()
+        for seq in self.scheduler.running:
+            assert seq.request_id in self.families, f"{seq} outlived its request"
+        assert self.scheduler.has_unfinished() == bool(self.families)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = hypothesis_settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_long_histories(seed: int) -> None:
+    """The same rules in long even mixtures, which a search for short examples seldom comes to."""
+    draw = random.Random(seed)
+    machine = SchedulerMachine()
+    machine.start(draw)
+    for _ in range(40):
+        kind = draw.random()
+        if kind < 0.4 or not machine.families:
+            machine.add(draw, draw.randint(1, 4))
+        elif kind < 0.85:
+            machine.steps(draw, draw.randint(1, 8))
+        elif kind < 0.95:
+            machine.step_with_trouble(draw, draw.choice(TROUBLES))
+        elif kind < 0.98:
+            machine.abort_between_steps(draw)
+        else:
+            machine.reset_prefix_cache()
+    machine.teardown()
