@@ -272,6 +272,8 @@ class EngineConfig:
     kv_cache_memory_bytes: size of the KV pool; None is 1 GiB on a CPU, and on a GPU what `gpu_memory_utilization`
         leaves beside the weights.
     num_gpu_blocks_override: the number of blocks itself, null block included, whatever memory says.
+    enforce_eager: on a GPU, launch every kernel of a decode step anew in place of replaying CUDA graphs.
+    attention_backend: "triton" runs our kernels, "torch" plain torch; "auto" is triton on a GPU, torch elsewhere.
     """
 
     model: str = "smollm2-135m"
@@ -283,6 +285,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
     num_gpu_blocks_override: int | None = None
+    attention_backend: Literal["auto", "torch", "triton"] = "auto"
+    enforce_eager: bool = False
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
@@ -297,6 +301,7 @@ class EngineConfig:
         for name in ("dtype", "kv_cache_dtype"):
             _one_of(self, name, "auto", *DTYPE_BYTES)
         _one_of(self, "device", "auto", "cpu", "cuda")
+        _one_of(self, "attention_backend", "auto", "torch", "triton")
         for name in ("max_model_len", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _at_least(self, 1, name)

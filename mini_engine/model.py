@@ -12,20 +12,16 @@ Source: Llama (Touvron et al. 2023), Qwen3 (QK-norm), rotary embedding in Huggin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from mini_engine.attention import AttentionState
 from mini_engine.batch import Batch
 from mini_engine.checkpoint import Checkpoint
 from mini_engine.config import ModelConfig
 from mini_engine.kv_cache import KVCache
-
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], AttentionState]
-
+from mini_engine.ops import Attention, Ops
 
 @dataclass
 class Layer:
@@ -68,40 +64,29 @@ class Decoder:
             tensors += [tensor for tensor in vars(layer).values() if tensor is not None]
         return tensors
 
-    def forward(self, batch: Batch, kv: KVCache, attention: Attention) -> torch.Tensor:
-        """Logits [R, vocab] float32 of the rows `batch.logits_indices`; writes K and V of all T tokens into `kv`."""
+    def forward(self, batch: Batch, kv: KVCache, attention: Attention, ops: Ops) -> torch.Tensor:
+        """Logits [R, vocab] float32 of the rows `batch.logits_indices`; writes K and V of all T tokens into `kv`.
+
+        attention: of this batch; ops: the steps between the matrix products, in torch or as Triton kernels.
+        """
         config = self.config
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        cos, sin = self.cos_sin[batch.positions].unsqueeze(1).unbind(2)
+        rotate = ops.rotary(self.cos_sin, batch.positions)
         x = F.embedding(batch.input_ids, self.embedding)
         for i, layer in enumerate(self.layers):
-            h = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+            h = ops.rms_norm(x, layer.input_norm, config.rms_norm_eps)
             qkv = F.linear(h, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
             qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
             if layer.q_norm is not None and layer.k_norm is not None:
-                q = rms_norm(qk[:, :heads], layer.q_norm, config.rms_norm_eps)
-                k = rms_norm(qk[:, heads:], layer.k_norm, config.rms_norm_eps)
-                qk = torch.cat((q, k), dim=1)
-            qk = rotate(qk, cos, sin)
-            kv.write(i, qk[:, heads:], v, batch.slot_mapping)
+                qk = ops.qk_norm(qk, layer.q_norm, layer.k_norm, heads, config.rms_norm_eps)
+            qk = rotate(qk)
+            ops.write(kv, i, qk[:, heads:], v, batch.slot_mapping)
             out = attention(qk[:, :heads], kv.k[i], kv.v[i]).out
             x = x + F.linear(out.flatten(1).to(x.dtype), layer.o)
-            h = rms_norm(x, layer.post_norm, config.rms_norm_eps)
-            gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
-        x = rms_norm(x[batch.logits_indices], self.norm, config.rms_norm_eps)
+            h = ops.rms_norm(x, layer.post_norm, config.rms_norm_eps)
+            x = x + F.linear(ops.swiglu(F.linear(h, layer.gate_up)), layer.down)
+        x = ops.rms_norm(x[batch.logits_indices], self.norm, config.rms_norm_eps)
         return F.linear(x, self.head).float()
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean in float32."""
-    x32 = x.float()
-    return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [T, heads, D]; cos and sin [T, 1, D], the sine's first half negated."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from mini_engine import sizing
-from mini_engine.attention import TorchAttention
-from mini_engine.batch import build_batch
+from mini_engine.batch import Batch, build_batch
 from mini_engine.checkpoint import Checkpoint
 from mini_engine.config import EngineConfig
+from mini_engine.graphs import DecodeGraphs
 from mini_engine.kv_cache import KVCache
 from mini_engine.model import Decoder
+from mini_engine.ops import make_ops
 from mini_engine.scheduler import SchedulerOutput
 
 
@@ -21,11 +22,17 @@ class ModelRunner:
         model = checkpoint.config
         self.block_size = config.block_size
         self.device = sizing.resolve_device(config.device)
+        self.ops = make_ops(config.attention_backend, self.device)
         self.dtype = sizing.resolve_dtype(config.dtype, model, self.device)
         self.max_model_len = sizing.resolve_max_model_len(config, model)
         self.model = Decoder(model, checkpoint, self.dtype, self.device, self.max_model_len)
         self.num_blocks = sizing.num_kv_blocks(config, model, self.device, self.dtype)
         self.kv = KVCache(model, self.num_blocks, self.block_size, sizing.kv_dtype(config, self.dtype), self.device)
+        self.graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda" and self.ops.replayable and not config.enforce_eager:
+            self.graphs = DecodeGraphs(
+                self.forward, self.block_size, config.max_num_seqs, self.max_model_len, self.device
+            )
 
     @property
     def weight_bytes(self) -> int:
@@ -34,7 +41,14 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> torch.Tensor:
         """Copy what is to be copied, run the model; logits [R, vocab] float32, one row a sequence that draws."""
-        self.kv.copy_blocks(output.block_copies)
-        batch = build_batch(output, self.block_size).to(self.device)
-        attention = TorchAttention(batch, self.block_size, self.model.scale)
-        return self.model.forward(batch, self.kv, attention)
+        self.ops.copy_blocks(self.kv, output.block_copies)
+        batch = build_batch(output, self.block_size)
+        shape = self.graphs.shape_for(batch) if self.graphs else None
+        if self.graphs and shape:
+            return self.graphs.run(batch, shape)
+        return self.forward(batch.to(self.device))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The model on a batch that lies on the device."""
+        attention = self.ops.attention(batch, self.block_size, self.model.scale, self.dtype)
+        return self.model.forward(batch, self.kv, attention, self.ops)

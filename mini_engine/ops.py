@@ -1,0 +1,114 @@
+"""What a decoder layer does besides its matrix products, on one of two backends: torch, or the Triton kernels.
+
+attention_backend   "torch"    anywhere; the reference
+                    "triton"   an NVIDIA GPU; on a CPU only in Triton's interpreter, for tests
+                    "auto"     triton on a GPU, torch elsewhere
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from mini_engine.attention import AttentionState, TorchAttention
+from mini_engine.batch import Batch
+from mini_engine.block_manager import BlockCopy
+from mini_engine.errors import ConfigError
+from mini_engine.kv_cache import KVCache
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], AttentionState]
+
+
+class Ops(Protocol):
+    """`qk` is [T, heads + kv_heads, D], the query and key heads of the QKV product; it may be changed in place."""
+
+    replayable: bool
+    """Whether a step's launches depend on the shapes of its batch alone, so that a CUDA graph can replay them."""
+
+    def attention(self, batch: Batch, block_size: int, scale: float, dtype: torch.dtype) -> Attention:
+        """Made once a step, called once a layer. dtype: what the model computes in."""
+        ...
+
+    def copy_blocks(self, kv: KVCache, copies: Seq[BlockCopy]) -> None: ...
+
+    def write(self, kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None: ...
+
+    def rotary(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Made once a step: rotates the qk of any layer."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def qk_norm(
+        self, qk: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, heads: int, eps: float
+    ) -> torch.Tensor:
+        """Qwen3's norm of each head; the first `heads` are query heads."""
+        ...
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+
+class TorchOps:
+    """Plain torch."""
+
+    replayable = False
+
+    def attention(self, batch: Batch, block_size: int, scale: float, dtype: torch.dtype) -> Attention:
+        return TorchAttention(batch, block_size, scale)
+
+    def copy_blocks(self, kv: KVCache, copies: Seq[BlockCopy]) -> None:
+        kv.copy_blocks(copies)
+
+    def write(self, kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        kv.write(layer, k, v, slot_mapping)
+
+    def rotary(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        cos, sin = cos_sin[positions].unsqueeze(1).unbind(2)
+        return lambda qk: rotate(qk, cos, sin)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def qk_norm(
+        self, qk: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, heads: int, eps: float
+    ) -> torch.Tensor:
+        return torch.cat((rms_norm(qk[:, :heads], q_weight, eps), rms_norm(qk[:, heads:], k_weight, eps)), dim=1)
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def make_ops(attention_backend: str, device: torch.device) -> Ops:
+    """Raises ConfigError where the backend asked for cannot run. Only here is triton imported."""
+    triton_here = importlib.util.find_spec("triton") is not None
+    if attention_backend == "torch" or (attention_backend == "auto" and not (triton_here and device.type == "cuda")):
+        return TorchOps()
+    if not triton_here:
+        raise ConfigError("attention_backend 'triton' needs the triton package (Linux only); use 'torch' or 'auto'")
+    import triton
+
+    from mini_engine.triton_ops import TritonOps
+
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise ConfigError(
+            f"attention_backend 'triton' needs a CUDA device, this engine runs on {device.type}; use 'torch' or 'auto' "
+            f"(TRITON_INTERPRET=1 runs the kernels in Triton's slow interpreter, for tests)"
+        )
+    return TritonOps()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean in float32."""
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [T, heads, D]; cos and sin [T, 1, D], the sine's first half negated."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
