@@ -23,6 +23,7 @@ from mini_engine.config import ModelConfig
 from mini_engine.kv_cache import KVCache
 from mini_engine.ops import Attention, Ops
 
+
 @dataclass
 class Layer:
     """One decoder layer. Matrices are [out, in]; qkv stacks Q, K, V rows, gate_up stacks gate and up rows."""

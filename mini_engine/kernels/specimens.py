@@ -1,7 +1,7 @@
 """What the gates look at: every kernel, at the shapes of Qwen3-8B and SmolLM2-135M.
 
-A specimen calls a launcher on tensors without memory and states what a launch has to do at least: bytes, FLOPs and
-runs of the main loop. Decode: 64 sequences of 2048 tokens. Verify: 16 of them, 7 drafts each. Chunk: one prompt of 2048.
+A specimen calls a launcher on tensors without memory, and states the least a launch has to do: bytes, FLOPs and runs
+of the main loop. Decode: 64 sequences of 2048 tokens. Verify: 16 of them, 7 drafts each. Chunk: one prompt of 2048.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _small_kernels(name: str, model: ModelConfig) -> Iterator[Specimen]:
         4 * BATCH * kv_heads * dim * BF16_BYTES,
     )  # fmt: skip
     yield specimen(
-        copy_blocks_kernel, f"{NUM_COPIES} blocks", lambda: copy_blocks(*caches, copies),
+        copy_blocks_kernel, f"{NUM_COPIES} blocks", lambda: copy_blocks(caches[0], caches[1], copies),
         4 * NUM_COPIES * model.num_hidden_layers * block,
     )  # fmt: skip
     yield specimen(

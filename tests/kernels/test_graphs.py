@@ -38,7 +38,9 @@ def make_engine(model: Path, device: torch.device, **options) -> LLMEngine:
         attention_backend="triton",
         **options,
     )
-    return LLMEngine(config)
+    engine = LLMEngine(config)
+    engine.runner.model.embedding[0] = 1.0  # transformers leaves row 0 at zero, and with it what padding would write
+    return engine
 
 
 def answer(engine: LLMEngine) -> list[list[int]]:

@@ -15,7 +15,12 @@ from mini_engine.kernels.swiglu import swiglu
 from tests.kernels.paged import make_paged
 
 CPU = torch.device("cpu")
-INDEX = {"dtype": torch.int32}
+INT32 = torch.int32
+
+
+def store_into_pool(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    k, pool = torch.zeros(tokens, 1, 8), torch.zeros(4, 4, 1, 8)
+    return k, k, pool, pool
 
 
 def attention(**changes: object) -> object:
@@ -40,9 +45,9 @@ def attention(**changes: object) -> object:
         ({"v_cache": torch.zeros(8, 16, 1, 64).half()}, "v_cache must be torch.float32, got torch.float16"),
         ({"q": torch.zeros(2, 64, 4).transpose(1, 2)}, "q must be contiguous in its last"),
         ({"v_cache": torch.zeros(8, 8, 1, 64)}, "v_cache must have shape"),
-        ({"query_start_loc": torch.zeros(2, **INDEX)}, r"query_start_loc must have shape \[3\]"),
+        ({"query_start_loc": torch.zeros(2, dtype=INT32)}, r"query_start_loc must have shape \[3\]"),
         ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens must be torch.int32"),
-        ({"block_table": torch.zeros(3, 2, **INDEX)}, r"block_table must have shape \[2, any\]"),
+        ({"block_table": torch.zeros(3, 2, dtype=INT32)}, r"block_table must have shape \[2, any\]"),
         ({"out": torch.zeros(2, 4, 32)}, r"out must have shape \[2, 4, 64\]"),
         ({"lse": torch.zeros(2, 4).half()}, "lse must be torch.float32"),
     ],
@@ -66,12 +71,12 @@ def test_heads_must_be_shared_evenly():
         (lambda: swiglu(torch.zeros(2, 7)), r"\[T, 2 \* N\], got \[2, 7\]"),
         (lambda: rope(torch.zeros(1, 1, 7), torch.zeros(4, 2, 7), torch.zeros(1).long()), "even head size, got 7"),
         (
-            lambda: rope(torch.zeros(1, 1, 8), torch.zeros(4, 2, 8), torch.zeros(1, **INDEX)),
+            lambda: rope(torch.zeros(1, 1, 8), torch.zeros(4, 2, 8), torch.zeros(1, dtype=INT32)),
             "positions must be torch.int64",
         ),
         (lambda: merge_states(torch.zeros(2, 1, 1, 8).half(), torch.zeros(2, 1, 1)), "outs must be torch.float32"),
         (
-            lambda: reshape_and_cache(*torch.zeros(2, 1, 1, 8), *torch.zeros(2, 4, 4, 1, 8), torch.zeros(1, **INDEX)),
+            lambda: reshape_and_cache(*store_into_pool(1), torch.zeros(1, dtype=INT32)),
             "slot_mapping must be torch.int64",
         ),
     ],
@@ -86,5 +91,5 @@ def test_nothing_to_do_is_no_launch():
     assert rms_norm(torch.zeros(0, 8), torch.zeros(8), 1e-6).shape == (0, 8)
     assert swiglu(torch.zeros(0, 8)).shape == (0, 4)
     assert merge_states(torch.zeros(2, 0, 1, 8), torch.zeros(2, 0, 1)).out.shape == (0, 1, 8)
-    reshape_and_cache(*torch.zeros(2, 0, 1, 8), *torch.zeros(2, 4, 4, 1, 8), torch.zeros(0).long())
+    reshape_and_cache(*store_into_pool(0), torch.zeros(0).long())
     assert rope(torch.zeros(0, 1, 8), torch.zeros(4, 2, 8), torch.zeros(0).long()).shape == (0, 1, 8)

@@ -1,0 +1,87 @@
+"""Is this value the wanted one? The one comparison that checks (in the notebook) and probes (outside it) share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_MAX_SHOWN = 120
+
+
+def plain(value: Any) -> Any:
+    """The value in Python's own types: numpy and torch scalars and arrays become numbers and lists, tuples lists."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item) for item in value), key=repr)  # any order will do, if it is always the same
+    if callable(getattr(value, "tolist", None)):
+        return plain(value.tolist())
+    if hasattr(value, "__float__"):  # Fraction, Decimal
+        return float(value)
+    return value
+
+
+def show(value: Any) -> str:
+    """A value for a sentence: short, and with its decimals readable."""
+    try:
+        text = f"{value:.10g}" if isinstance(value, float) else repr(value)
+    except Exception:  # nested too deep, or a class of the student's own whose repr fails
+        text = f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 30]} … ({len(text)} characters)"
+
+
+def difference(got: Any, want: Any, rel_tol: float = 1e-9, abs_tol: float = 0.0, where: str = "") -> str | None:
+    """The first place where `got` is not `want`, as a clause ("[2]: 14, not 7"), or None where they agree.
+
+    rel_tol, abs_tol: as in math.isclose, for numbers at any depth. Whole numbers are compared like any number, so
+    51.0 is 51; a truth value is not a number. Recursion follows `want`, so a nested `got` cannot exhaust it.
+    """
+    at = f"{where}: " if where else ""
+    if isinstance(want, (list, tuple)):
+        if not isinstance(got, (list, tuple)):
+            return f"{at}{_kind(got)} came where a list of {len(want)} belongs"
+        if len(got) != len(want):
+            return f"{at}{len(got)} entries, not {len(want)}"
+        pairs = [(f"{where}[{index}]", got[index], item) for index, item in enumerate(want)]
+    elif isinstance(want, dict):
+        if not isinstance(got, dict):
+            return f"{at}{_kind(got)} came where a dictionary belongs"
+        if set(got) != set(want):
+            return f"{at}the keys {show(list(got))}, not {show(list(want))}"
+        pairs = [(f"{where}[{key!r}]", got[key], item) for key, item in want.items()]
+    else:
+        return None if _same(got, want, rel_tol, abs_tol) else f"{at}{_shown(got, want)}, not {show(want)}"
+    found = (difference(mine, item, rel_tol, abs_tol, place) for place, mine, item in pairs)
+    return next((clause for clause in found if clause), None)
+
+
+def _same(got: Any, want: Any, rel_tol: float, abs_tol: float) -> bool:
+    if _number(want):
+        if not _number(got):
+            return False
+        if isinstance(got, int) and isinstance(want, int):
+            return got == want or abs(got - want) <= max(rel_tol * max(abs(got), abs(want)), abs_tol)
+        try:
+            both_nan = math.isnan(got) and math.isnan(want)
+            return both_nan or math.isclose(got, want, rel_tol=rel_tol, abs_tol=abs_tol)
+        except OverflowError:  # a whole number beyond the range of floats
+            return False
+    return type(got) is type(want) and bool(got == want)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _shown(got: Any, want: Any) -> str:
+    return show(got) if type(got) is type(want) or (_number(got) and _number(want)) else f"{_kind(got)} {show(got)}"
+
+
+def _kind(value: Any) -> str:
+    names = {"NoneType": "None (is a `return` missing?)", "str": "text", "int": "a number", "float": "a number"}
+    names |= {"bool": "a truth value", "list": "a list", "dict": "a dictionary"}
+    return names.get(type(value).__name__, f"a {type(value).__name__}")
