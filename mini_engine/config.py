@@ -305,6 +305,7 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _at_least(self, 1, name)
+        _at_least(self, 0, "seed")
         if self.num_gpu_blocks_override is not None:
             _at_least(self, 2, "num_gpu_blocks_override")
         if not 0 < self.gpu_memory_utilization <= 1:

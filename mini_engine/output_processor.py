@@ -83,5 +83,7 @@ class RequestState:
             metrics.num_preemptions += seq.num_preemptions
             metrics.num_cached_tokens = seq.num_cached_tokens
         if all(other.status.finished for other in self.sequences.values()) and seq.num_forks == 0:
+            for other_output in self.record.outputs:  # of an aborted request, those that never branched off
+                other_output.finish_reason = other_output.finish_reason or seq.status.value
             self.record.finished = True
             metrics.finished = now

@@ -67,7 +67,7 @@ class TestOutputs:
         engine = LLMEngine(EngineConfig(model, dtype="float32", max_num_batched_tokens=16), lambda: float(next(ticks)))
         record = engine.add_request("a", PROMPT, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
         drain(engine)
-        metrics = record.metrics
+        metrics: Any = record.metrics
         assert len(metrics.token_times) == 3 and len(metrics.itl) == 2
         assert metrics.arrival < metrics.scheduled < metrics.token_times[0]
         assert metrics.ttft + sum(metrics.itl) == metrics.finished - metrics.arrival
@@ -78,6 +78,7 @@ class TestOutputs:
     def test_logprobs_hold_the_drawn_token_and_the_likeliest(self, llm: LLM) -> None:
         params = SamplingParams(temperature=3.0, seed=4, max_tokens=6, logprobs=2, ignore_eos=True)
         output = llm.generate(PROMPT, params)[0].outputs[0]
+        assert output.logprobs is not None
         for token, report in zip(output.token_ids, output.logprobs, strict=True):
             assert token in report and len(report) in (2, 3)
             assert [entry.rank for entry in report.values()][:2] == [1, 2]
@@ -333,12 +334,14 @@ class TestFailures:
         assert kept.outputs[0].token_ids == expected
         assert_idle(llm)
 
-    def test_abort_of_a_forked_request(self, llm: LLM) -> None:
+    @pytest.mark.parametrize("steps", [0, 1, 4])
+    def test_abort_of_a_request_with_several_outputs(self, llm: LLM, steps: int) -> None:
         record = llm.engine.add_request("a", PROMPT, SamplingParams(n=4, temperature=1.0, max_tokens=50))
-        for _ in range(4):
+        for _ in range(steps):
             llm.engine.step()
         llm.engine.abort("a")
-        assert all(output.finish_reason for output in record.outputs)
+        assert record.finished
+        assert all(output.finish_reason == "abort" for output in record.outputs)
         assert_idle(llm)
 
 

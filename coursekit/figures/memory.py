@@ -118,7 +118,7 @@ def capacity_curve(outputs: Sequence[int], fits: Mapping[str, Sequence[int]], ma
         axes.plot(mark, count, "o", color=shade)
         axes.annotate(str(count), (mark, count), (4, 6), textcoords="offset points", color=INK)
     style(axes, "Requests that fit, with all they will generate", "output tokens of each request", "requests")
-    axes.set_ylim(0)
+    axes.set_ylim(0, 1.08 * max(1, *(max(counts) for counts in fits.values())))
     axes.set_xlim(outputs[0], outputs[-1] * 1.3)
     return figure
 

@@ -62,9 +62,8 @@ def _draw_rows(axes: Any, steps: Seq[Seq[Row]], color: dict[str, str]) -> None:
     for x, step in enumerate(steps):
         present = {row.request_id: row for row in step}
         seats = [name if name in present else None for name in seats]
-        for name in present:
-            if name not in seats:
-                seats[seats.index(None)] = name
+        for newcomer in [name for name in present if name not in seats]:
+            seats[seats.index(None)] = newcomer
         for y, name in enumerate(seats):
             if name is not None:
                 axes.bar(x, 0.86, 0.94, bottom=y + 0.07, color=color[name])

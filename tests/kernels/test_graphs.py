@@ -30,7 +30,7 @@ def make_engine(model: Path, device: torch.device, **options) -> LLMEngine:
     config = EngineConfig(
         str(model),
         dtype="float32",
-        device=device.type,
+        device=device.type,  # type: ignore[arg-type]
         block_size=4,
         num_gpu_blocks_override=24,
         max_model_len=64,

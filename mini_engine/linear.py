@@ -1,0 +1,90 @@
+"""A matrix product by a weight: dense, or by 4-bit weights as a GGUF file holds them.
+
+At one row a product takes as long as its weights take to read, so that a quarter of the bytes is worth more than exact
+arithmetic; at many rows the multiplications decide, and float32 has the faster ones on a CPU. So `Int4Linear` keeps
+both forms and chooses by the number of rows: `MAX_INT4_ROWS` is where they cross on a CPU with AVX-512
+(`docs/performance.md`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+MAX_INT4_ROWS = 16
+GROUP = 32
+
+
+class Int4Groups(NamedTuple):
+    """A weight [N, K] as `scale * q + minimum` in groups of 32 along K: Q4_1, or Q4_0 with minimum -8 scale.
+
+    q [N, K] uint8 below 16; scale, minimum [N, K / 32] float32.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    minimum: torch.Tensor
+
+
+class Linear:
+    """x @ weight.T with weight [out, in]."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All weights held, for the memory account."""
+        return [self.weight]
+
+    def read_bytes(self) -> int:
+        """Bytes read when few rows are multiplied."""
+        return self.weight.nbytes
+
+
+class Int4Linear(Linear):
+    """The same product from 4-bit groups when there are few rows; activations and scales are rounded to bfloat16.
+
+    torch's operator computes (q - 8) * scale + zero, so a group's minimum m becomes zero = m + 8 * scale.
+    """
+
+    def __init__(self, weight: torch.Tensor, groups: Int4Groups):
+        super().__init__(weight)
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.q.int(), 1)
+        zero = groups.minimum + 8 * groups.scale
+        self.scale_and_zero = torch.stack((groups.scale, zero), -1).transpose(0, 1).contiguous().bfloat16()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > MAX_INT4_ROWS:
+            return F.linear(x, self.weight)
+        packed = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale_and_zero)
+        return packed.to(x.dtype)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.weight, self.packed, self.scale_and_zero]
+
+    def read_bytes(self) -> int:
+        return self.packed.nbytes + self.scale_and_zero.nbytes
+
+
+class Bfloat16Head(Linear):
+    """The product with the vocabulary in bfloat16, half of the bytes, when there are few rows."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__(weight)
+        self.half = weight.bfloat16()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > MAX_INT4_ROWS:
+            return F.linear(x, self.weight)
+        return F.linear(x.bfloat16(), self.half).to(x.dtype)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.weight, self.half]
+
+    def read_bytes(self) -> int:
+        return self.half.nbytes
