@@ -57,11 +57,15 @@ class TextStream:
     def _read(self) -> Iterator[TextDelta]:
         sent = [(0, 0) for _ in self.record.outputs]
         while True:
+            fresh = False
             for i, output in enumerate(self.record.outputs):
                 num_chars, num_tokens = sent[i]
                 if len(output.token_ids) > num_tokens:
+                    fresh = True
                     sent[i] = len(output.text), len(output.token_ids)
                     yield TextDelta(i, output.text[num_chars:], output.token_ids[num_tokens:], output.finish_reason)
+            if fresh:
+                continue  # while the reader was busy, another stream's steps may have added more
             if self.record.finished:
                 return
             self._engine.step()

@@ -29,30 +29,31 @@ def roofline(
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.set_yscale("log")
-    ridge, tera = peak / bandwidth, 1e12
+    ridge = peak / bandwidth
+    unit, prefix = (1e12, "T") if peak >= 1e12 else (1e9, "G")
     left, right = min(0.5, *points.values()), max(2000.0, *points.values())
-    axes.plot([left, ridge], [left * bandwidth / tera, peak / tera], color=MEMORY, linewidth=2.2)
-    axes.plot([ridge, right], [peak / tera, peak / tera], color=COMPUTE, linewidth=2.2)
+    axes.plot([left, ridge], [left * bandwidth / unit, peak / unit], color=MEMORY, linewidth=2.2)
+    axes.plot([ridge, right], [peak / unit, peak / unit], color=COMPUTE, linewidth=2.2)
     axes.axvline(ridge, color=GRID, linewidth=1, zorder=0)
-    slope = (left * 6, left * 6 * bandwidth / tera)
+    slope = (left * 6, left * 6 * bandwidth / unit)
     axes.annotate(
-        f"limited by reading\n{bandwidth / tera:.3g} TB/s",
+        f"limited by reading\n{bandwidth / unit:.3g} {prefix}B/s",
         slope, (-10, 12), textcoords="offset points", ha="right", color=MEMORY, fontsize=9,
     )  # fmt: skip
     axes.annotate(
-        f"limited by computing: {peak / tera:,.0f} TFLOP/s",
-        (ridge, peak / tera), (-6, 7), textcoords="offset points", ha="right", color=COMPUTE, fontsize=9,
+        f"limited by computing: {peak / unit:,.0f} {prefix}FLOP/s",
+        (ridge, peak / unit), (-6, 7), textcoords="offset points", ha="right", color=COMPUTE, fontsize=9,
     )  # fmt: skip
-    axes.text(ridge * 1.06, left * bandwidth / tera, f"ridge: {ridge:.0f} FLOP/B", color=INK, fontsize=9)
+    axes.text(ridge * 1.06, left * bandwidth / unit, f"ridge: {ridge:.3g} FLOP/B", color=INK, fontsize=9)
     for label, intensity in points.items():
-        value = min(peak, intensity * bandwidth) / tera
+        value = min(peak, intensity * bandwidth) / unit
         axes.plot(intensity, value, "o", color=INK, markersize=7)
         axes.annotate(label, (intensity, value), (9, -11), textcoords="offset points", color=INK, fontsize=9)
     for label, (intensity, rate) in (measured or {}).items():
-        axes.plot(intensity, rate / tera, "D", color=MEASURED, markersize=6)
-        axes.annotate(label, (intensity, rate / tera), (9, -9), textcoords="offset points", color=MEASURED, fontsize=9)
-    axes.set_ylim(top=peak / tera * 2)
-    style(axes, title, "operations for each byte read (FLOP/B)", "attainable (TFLOP/s)")
+        axes.plot(intensity, rate / unit, "D", color=MEASURED, markersize=6)
+        axes.annotate(label, (intensity, rate / unit), (9, -9), textcoords="offset points", color=MEASURED, fontsize=9)
+    axes.set_ylim(top=peak / unit * 2)
+    style(axes, title, "operations for each byte read (FLOP/B)", f"attainable ({prefix}FLOP/s)")
     return figure
 
 

@@ -54,13 +54,14 @@ class TileConfig:
 
 def tile_config(max_query_len: int, group: int, head_dim: int, itemsize: int) -> TileConfig:
     """For sequences that are all short (at most SHORT_QUERY new tokens) or all longer. itemsize: bytes of K and V."""
-    wide = head_dim > 128 or itemsize > 2  # twice the bytes a row: half the rows or keys
+    key_bytes = triton.next_power_of_2(head_dim) * itemsize
     if max_query_len <= SHORT_QUERY:
         rows = MIN_ROWS if max_query_len * group <= MIN_ROWS else 2 * MIN_ROWS
-        rows = max(rows, triton.next_power_of_2(group))
+        tile = 32 if key_bytes <= 512 else 16
         # 128 registers let 4 blocks of 4 warps share an SM. Left alone, the compiler at times aims at 96, and spills.
-        return TileConfig(rows, 32, SPLIT_SIZE, num_warps=4, num_stages=3, max_registers=None if wide else 128)
-    rows = 64 if wide else 128
-    tile = 32 if wide else 64
+        registers = 128 if key_bytes <= 256 else None
+        return TileConfig(max(rows, triton.next_power_of_2(group)), tile, SPLIT_SIZE, 4, 3, registers)
+    # Twice the bytes a key: half the rows and half the keys, so that sm_120's 99 KiB of shared memory hold the tile.
+    rows, tile = (128, 64) if key_bytes <= 256 else (64, 32) if key_bytes <= 512 else (32, 16)
     # The third stage costs 512 bytes and lets the block-table load run ahead as well.
     return TileConfig(max(rows, triton.next_power_of_2(group)), tile, 0, num_warps=8, num_stages=3)
