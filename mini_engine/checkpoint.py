@@ -14,6 +14,7 @@ from mini_engine.errors import ModelLoadError
 if TYPE_CHECKING:
     import torch
 
+    from mini_engine.linear import Int4Groups
     from mini_engine.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -38,6 +39,9 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Write the tensor into `out`, of the same shape, any float dtype and any strides (a slice of a fused one)."""
+
+    def read_int4(self, name: str) -> Int4Groups | None:
+        """The matrix as the 4-bit groups of 32 the file holds it in; None where it holds something else."""
 
     def tokenizer(self) -> Tokenizer: ...
 

@@ -1,4 +1,4 @@
-"""The `mini-engine` command: generate, info, bench.
+"""The `mini-engine` command: generate, info, bench, kernels, simulate.
 
 Exit status: 0 done, 1 nothing wrong with the command but the answer is no, 2 a refusal, 130 interrupted.
 """
@@ -43,6 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_info(commands)
     _add_bench(commands)
+    _add_kernels(commands)
+    _add_simulate(commands)
     return parser
 
 
@@ -162,6 +164,32 @@ def _bench(args: argparse.Namespace) -> int:
     report = run(_engine_config(args), args.input_len, args.output_len, args.repeats, peers=not args.no_peers)
     print(json.dumps(report, indent=2) if args.json else table(report))
     return 0
+
+
+def _add_kernels(commands: argparse._SubParsersAction) -> None:
+    from mini_engine.kernels import gates
+
+    parser = commands.add_parser(
+        "kernels",
+        help="what the compiler makes of every kernel: registers, spills, loads, tensor cores",
+        description="Compile every Triton kernel ahead of time, without a GPU, and tabulate what is in the binary.",
+        epilog="example: mini-engine kernels --arch sm_120",
+    )
+    gates.add_arguments(parser)
+    parser.set_defaults(run=gates.run)
+
+
+def _add_simulate(commands: argparse._SubParsersAction) -> None:
+    from mini_engine.simulator import cli as simulator
+
+    parser = commands.add_parser(
+        "simulate",
+        help="replay a workload with the real scheduler on a virtual clock",
+        description="Replay a trace, or the book's four requests, with the real scheduler on a virtual clock.",
+        epilog="example: mini-engine simulate --policy chunked --plot gantt.svg",
+    )
+    simulator.add_arguments(parser)
+    parser.set_defaults(run=simulator.run)
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -19,6 +19,7 @@ from mini_engine.gguf_tokenizer import build_tokenizer, end_of_text_ids
 if TYPE_CHECKING:
     import torch
 
+    from mini_engine.linear import Int4Groups
     from mini_engine.tokenizer import Tokenizer
 
 _CHUNK_ELEMENTS = 1 << 18  # 1 MB of float32: temporaries stay in the caches
@@ -107,6 +108,21 @@ class GGUFCheckpoint:
             part = torch.from_numpy(raw[start * unit : end * unit].copy())
             rows = dequantize(part, info.type_name).view(end - start, unit, -1)
             target[start:end].copy_(_rotary_halves(rows) if heads else rows)
+
+    def read_int4(self, name: str) -> Int4Groups | None:
+        import torch
+
+        from mini_engine.gguf_quants import int4_groups
+        from mini_engine.linear import Int4Groups
+
+        info = self._info(name)
+        if info.type_name not in ("Q4_0", "Q4_1"):
+            return None
+        parts = int4_groups(torch.from_numpy(self._file.raw(info).copy()), info.type_name)
+        self._file.release(info)
+        if heads := self._permuted_heads(name):
+            return Int4Groups(*(_rotary_halves(part.unflatten(0, (heads, -1))).flatten(0, 1) for part in parts))
+        return Int4Groups(*parts)
 
     def _permuted_heads(self, name: str) -> int:
         """Number of heads whose rows the converter permuted, 0 for a tensor it left alone."""

@@ -48,6 +48,17 @@ def dequantize(raw: torch.Tensor, type_name: str) -> torch.Tensor:
     return out.view(rows, -1)
 
 
+def int4_groups(raw: torch.Tensor, type_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The parts of Q4_0 or Q4_1 without multiplying them out: (q uint8 [rows, columns], scale and minimum float32
+    [rows, columns / 32]), each element being scale * q + minimum. raw: uint8 [rows, bytes of a row]."""
+    rows = raw.shape[0]
+    blocks = raw.view(-1, (4 if type_name == "Q4_1" else 2) + BLOCK // 2)
+    packed = blocks[:, -BLOCK // 2 :]
+    scale = _half(blocks, 0)
+    minimum = _half(blocks, 2) if type_name == "Q4_1" else -8 * scale
+    return torch.cat((packed & 15, packed >> 4), 1).view(rows, -1), scale.view(rows, -1), minimum.view(rows, -1)
+
+
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """The float16 at byte `at` of each block, as float32 [blocks, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).to(torch.float32)

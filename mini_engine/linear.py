@@ -1,9 +1,8 @@
 """A matrix product by a weight: dense, or by 4-bit weights as a GGUF file holds them.
 
-At one row a product takes as long as its weights take to read, so that a quarter of the bytes is worth more than exact
-arithmetic; at many rows the multiplications decide, and float32 has the faster ones on a CPU. So `Int4Linear` keeps
-both forms and chooses by the number of rows: `MAX_INT4_ROWS` is where they cross on a CPU with AVX-512
-(`docs/performance.md`).
+With one row a product takes as long as its weights take to read, so a quarter of the bytes is worth more than exact
+arithmetic. With many rows the multiplications decide, and a CPU's are fastest in float32. So on a CPU `Int4Linear`
+keeps both forms and chooses by the number of rows; `docs/performance.md` says where they cross.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 
 MAX_INT4_ROWS = 16
 GROUP = 32
+INT4_ROWS = 16  # the operator takes weights with multiples of so many rows
 
 
 class Int4Groups(NamedTuple):
@@ -38,11 +38,11 @@ class Linear:
         return F.linear(x, self.weight)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All weights held, for the memory account."""
+        """All weights held."""
         return [self.weight]
 
     def read_bytes(self) -> int:
-        """Bytes read when few rows are multiplied."""
+        """Bytes of weights read to multiply a single row."""
         return self.weight.nbytes
 
 
@@ -61,8 +61,8 @@ class Int4Linear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > MAX_INT4_ROWS:
             return F.linear(x, self.weight)
-        packed = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale_and_zero)
-        return packed.to(x.dtype)
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale_and_zero)
+        return product.to(x.dtype)
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.weight, self.packed, self.scale_and_zero]
@@ -71,8 +71,8 @@ class Int4Linear(Linear):
         return self.packed.nbytes + self.scale_and_zero.nbytes
 
 
-class Bfloat16Head(Linear):
-    """The product with the vocabulary in bfloat16, half of the bytes, when there are few rows."""
+class HalfLinear(Linear):
+    """The same product by a bfloat16 copy when there are few rows: for the vocabulary, which is not kept in 4 bits."""
 
     def __init__(self, weight: torch.Tensor):
         super().__init__(weight)

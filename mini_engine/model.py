@@ -21,6 +21,7 @@ from mini_engine.batch import Batch
 from mini_engine.checkpoint import Checkpoint
 from mini_engine.config import ModelConfig
 from mini_engine.kv_cache import KVCache
+from mini_engine.linear import INT4_ROWS, HalfLinear, Int4Groups, Int4Linear, Linear
 from mini_engine.ops import Attention, Ops
 
 
@@ -29,17 +30,20 @@ class Layer:
     """One decoder layer. Matrices are [out, in]; qkv stacks Q, K, V rows, gate_up stacks gate and up rows."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    o: torch.Tensor
+    o: Linear
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Linear
+    down: Linear
 
 
 class Decoder:
-    """The model on one device. `forward` has no state of its own: the KV cache is passed in."""
+    """The model on one device. `forward` has no state of its own: the KV cache is passed in.
+
+    int4: use a GGUF file's 4-bit weights as they are where few rows are multiplied (see `linear.py`; CPU only).
+    """
 
     def __init__(
         self,
@@ -48,22 +52,33 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int | None = None,
+        int4: bool = False,
     ):
         self.config = config
         self.scale = 1 / math.sqrt(config.head_dim)
-        load = _Loader(checkpoint, dtype, device)
+        load = _Loader(checkpoint, dtype, device, int4)
         self.embedding = load("model.embed_tokens.weight")
         self.layers = [_load_layer(load, config, f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
         self.norm = load("model.norm.weight")
-        self.head = self.embedding if config.tie_word_embeddings else load("lm_head.weight")
+        head = self.embedding if config.tie_word_embeddings else load("lm_head.weight")
+        self.head = HalfLinear(head) if load.has_int4 else Linear(head)
         self.cos_sin = rotary_table(config, max_model_len or config.max_position_embeddings, dtype, device)
 
     def weight_tensors(self) -> list[torch.Tensor]:
         """Every weight held, once."""
-        tensors = [self.embedding, self.norm] + ([] if self.head is self.embedding else [self.head])
-        for layer in self.layers:
-            tensors += [tensor for tensor in vars(layer).values() if tensor is not None]
-        return tensors
+        tensors = [self.embedding]
+        for part in self._parts():
+            tensors += part.tensors() if isinstance(part, Linear) else [part]
+        return list({tensor.data_ptr(): tensor for tensor in tensors}.values())
+
+    def read_bytes(self) -> int:
+        """Bytes of weights that a decode step of one sequence reads."""
+        return sum(part.read_bytes() if isinstance(part, Linear) else part.nbytes for part in self._parts())
+
+    def _parts(self) -> list[Linear | torch.Tensor]:
+        """All weights but the input embedding."""
+        parts = [part for layer in self.layers for part in vars(layer).values() if part is not None]
+        return [*parts, self.norm, self.head]
 
     def forward(self, batch: Batch, kv: KVCache, attention: Attention, ops: Ops) -> torch.Tensor:
         """Logits [R, vocab] float32 of the rows `batch.logits_indices`; writes K and V of all T tokens into `kv`.
@@ -76,18 +91,18 @@ class Decoder:
         x = F.embedding(batch.input_ids, self.embedding)
         for i, layer in enumerate(self.layers):
             h = ops.rms_norm(x, layer.input_norm, config.rms_norm_eps)
-            qkv = F.linear(h, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
+            qkv = layer.qkv(h).view(len(x), heads + 2 * kv_heads, dim)
             qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
             if layer.q_norm is not None and layer.k_norm is not None:
                 qk = ops.qk_norm(qk, layer.q_norm, layer.k_norm, heads, config.rms_norm_eps)
             qk = rotate(qk)
             ops.write(kv, i, qk[:, heads:], v, batch.slot_mapping)
             out = attention(qk[:, :heads], kv.k[i], kv.v[i]).out
-            x = x + F.linear(out.flatten(1).to(x.dtype), layer.o)
+            x = x + layer.o(out.flatten(1).to(x.dtype))
             h = ops.rms_norm(x, layer.post_norm, config.rms_norm_eps)
-            x = x + F.linear(ops.swiglu(F.linear(h, layer.gate_up)), layer.down)
+            x = x + layer.down(ops.swiglu(layer.gate_up(h)))
         x = ops.rms_norm(x[batch.logits_indices], self.norm, config.rms_norm_eps)
-        return F.linear(x, self.head).float()
+        return self.head(x).float()
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -120,8 +135,9 @@ def rotary_table(config: ModelConfig, length: int, dtype: torch.dtype, device: t
 class _Loader:
     """Reads tensors straight to where they stay: no second copy of the model exists at any time."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, int4: bool):
+        self.checkpoint, self.dtype, self.device, self.int4 = checkpoint, dtype, device, int4
+        self.has_int4 = False
 
     def __call__(self, *names: str) -> torch.Tensor:
         """One tensor, or several stacked by rows."""
@@ -131,16 +147,26 @@ class _Loader:
             self.checkpoint.read(name, part)
         return out
 
+    def linear(self, *names: str) -> Linear:
+        """A matrix, or several stacked by rows; in 4 bits as well if all of them are."""
+        weight = self(*names)
+        groups = [self.checkpoint.read_int4(name) for name in names] if self.int4 else [None]
+        known = [group for group in groups if group is not None]
+        if len(known) < len(groups) or len(weight) % INT4_ROWS:
+            return Linear(weight)
+        self.has_int4 = True
+        return Int4Linear(weight, Int4Groups(*(torch.cat(parts) for parts in zip(*known, strict=True))))
+
 
 def _load_layer(load: _Loader, config: ModelConfig, prefix: str) -> Layer:
     attn, mlp = prefix + "self_attn.", prefix + "mlp."
     return Layer(
         input_norm=load(prefix + "input_layernorm.weight"),
-        qkv=load(attn + "q_proj.weight", attn + "k_proj.weight", attn + "v_proj.weight"),
+        qkv=load.linear(attn + "q_proj.weight", attn + "k_proj.weight", attn + "v_proj.weight"),
         q_norm=load(attn + "q_norm.weight") if config.qk_norm else None,
         k_norm=load(attn + "k_norm.weight") if config.qk_norm else None,
-        o=load(attn + "o_proj.weight"),
+        o=load.linear(attn + "o_proj.weight"),
         post_norm=load(prefix + "post_attention_layernorm.weight"),
-        gate_up=load(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-        down=load(mlp + "down_proj.weight"),
+        gate_up=load.linear(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+        down=load.linear(mlp + "down_proj.weight"),
     )

@@ -80,6 +80,9 @@ class SafetensorsCheckpoint:
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: {name} cannot be read: {error}") from None
 
+    def read_int4(self, name: str) -> None:
+        return None
+
     def tokenizer(self) -> Tokenizer:
         tokenizer = load_tokenizer(self._directory)
         if tokenizer.vocab_size > self.config.vocab_size:

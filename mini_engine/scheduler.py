@@ -229,12 +229,14 @@ class Scheduler:
             if seq.status is not SequenceStatus.WAITING:
                 heapq.heappop(self.waiting)
                 continue
+            if 1 + seq.num_forks > seats:
+                break
             hits = blocks.match_prefix(seq)
             needed = self._blocks_to_hold(seq, finish=reserve) - blocks.num_shared(hits)
             seq.num_computed_tokens = len(hits) * blocks.block_size
             num_tokens = min(seq.num_tokens - seq.num_computed_tokens, self._limit, budget)
             whole = num_tokens == seq.num_tokens - seq.num_computed_tokens
-            if 1 + seq.num_forks > seats or needed > free or not (whole or self.config.enable_chunked_prefill):
+            if needed > free or not (whole or self.config.enable_chunked_prefill):
                 seq.num_computed_tokens = 0
                 break
             heapq.heappop(self.waiting)

@@ -160,7 +160,7 @@ def test_a_refusal_from_a_shell_has_no_traceback() -> None:
     assert done.returncode == 2 and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["info"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["info"], ["bench"], ["kernels"], ["simulate"]])
 def test_help_shows_an_example(command: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main([*command, "--help"])

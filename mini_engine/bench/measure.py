@@ -107,7 +107,7 @@ def decode(llm: LLM, rate: float, input_len: int, output_len: int, repeats: int)
             steps += [gap for record in records[:1] for gap in record.metrics.itl]
         context = input_len + output_len // 2
         kv_bytes = batch * context * llm.engine.runner.kv.bytes_per_token
-        bound = batch * rate / (_weight_read_bytes(llm) + kv_bytes)
+        bound = batch * rate / (llm.engine.runner.model.read_bytes() + kv_bytes)
         value = batch / median(steps)
         yield _row(
             f"decode, batch {batch}",
@@ -207,12 +207,6 @@ def _generate(llm: LLM, batch: int, input_len: int, output_len: int) -> list[Req
 def _prompt(llm: LLM, i: int, length: int) -> list[int]:
     """A prompt that differs from all others from its first token on."""
     return [(7919 * (i + 1) + 31 * j) % llm.engine.model_config.vocab_size for j in range(length)]
-
-
-def _weight_read_bytes(llm: LLM) -> int:
-    """Weights as held that a decode step reads: all but an input embedding that is not the head as well."""
-    model = llm.engine.runner.model
-    return llm.engine.runner.weight_bytes - (0 if model.head is model.embedding else model.embedding.nbytes)
 
 
 def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> list[float]:

@@ -50,15 +50,16 @@ def _hf_names(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     config = decoder.config
     yield "model.embed_tokens.weight", decoder.embedding
     yield "model.norm.weight", decoder.norm
-    yield "lm_head.weight", decoder.head
+    yield "lm_head.weight", decoder.head.weight
     for i, layer in enumerate(decoder.layers):
         prefix = f"model.layers.{i}."
-        for name, part in zip("qkv", layer.qkv.split([config.q_size, config.kv_size, config.kv_size]), strict=True):
+        rows = [config.q_size, config.kv_size, config.kv_size]
+        for name, part in zip("qkv", layer.qkv.weight.split(rows), strict=True):
             yield f"{prefix}self_attn.{name}_proj.weight", part
-        for name, part in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
+        for name, part in zip(("gate", "up"), layer.gate_up.weight.chunk(2), strict=True):
             yield f"{prefix}mlp.{name}_proj.weight", part
-        yield prefix + "self_attn.o_proj.weight", layer.o
-        yield prefix + "mlp.down_proj.weight", layer.down
+        yield prefix + "self_attn.o_proj.weight", layer.o.weight
+        yield prefix + "mlp.down_proj.weight", layer.down.weight
         yield prefix + "input_layernorm.weight", layer.input_norm
         yield prefix + "post_attention_layernorm.weight", layer.post_norm
         if layer.q_norm is not None and layer.k_norm is not None:

@@ -149,6 +149,9 @@ class RandomCheckpoint:
     def read(self, name: str, out: torch.Tensor) -> None:
         out.normal_(std=0.02)
 
+    def read_int4(self, name: str) -> None:
+        return None
+
     def tokenizer(self) -> Any:
         raise NotImplementedError("random weights have no tokenizer")
 

@@ -1,0 +1,101 @@
+"""Products by 4-bit weights: the groups are the file's own, and the error is that of bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mini_engine import LLM, SamplingParams
+from mini_engine.linear import MAX_INT4_ROWS, HalfLinear, Int4Groups, Int4Linear, Linear
+from mini_engine.weights import open_checkpoint
+from tests.builders import tiny_llama_dir, tiny_qwen3_dir, to_gguf
+
+
+def random_groups(rows: int, columns: int) -> tuple[torch.Tensor, Int4Groups]:
+    """A weight that is exactly what its groups say, and the groups."""
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=draw)
+    scale = torch.rand(rows, columns // 32, generator=draw) * 0.02 + 0.001
+    minimum = -8 * scale + 0.01 * torch.randn(rows, columns // 32, generator=draw)
+    weight = q.unflatten(1, (-1, 32)) * scale[..., None] + minimum[..., None]
+    return weight.flatten(1), Int4Groups(q, scale, minimum)
+
+
+def error(product: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((product - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("rows", [1, 3, MAX_INT4_ROWS])
+def test_few_rows_are_as_exact_as_bfloat16(rows: int) -> None:
+    weight, groups = random_groups(96, 192)
+    x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(1))
+    exact = F.linear(x, weight)
+    bfloat16 = error(F.linear(x.bfloat16(), weight.bfloat16()).float(), exact)
+    for linear in (Int4Linear(weight, groups), HalfLinear(weight)):
+        product = linear(x)
+        assert product.dtype == torch.float32 and not torch.equal(product, exact)
+        assert error(product, exact) < 1.5 * bfloat16 < 0.01
+
+
+def test_many_rows_are_exact() -> None:
+    weight, groups = random_groups(96, 192)
+    x = torch.randn(MAX_INT4_ROWS + 1, 192, generator=torch.Generator().manual_seed(1))
+    for linear in (Int4Linear(weight, groups), HalfLinear(weight)):
+        assert torch.equal(linear(x), F.linear(x, weight))
+
+
+def test_bytes_held_and_read() -> None:
+    weight, groups = random_groups(96, 192)
+    packed = 96 * 192 // 2 + 2 * 2 * 96 * 192 // 32  # half a byte an element, two bfloat16 a group
+    assert Int4Linear(weight, groups).read_bytes() == packed
+    assert sum(tensor.nbytes for tensor in Int4Linear(weight, groups).tensors()) == packed + weight.nbytes
+    assert HalfLinear(weight).read_bytes() == weight.nbytes // 2
+    assert Linear(weight).read_bytes() == weight.nbytes
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("build", [tiny_llama_dir, tiny_qwen3_dir])
+def test_groups_multiply_out_to_the_dequantised_matrix(build, kind: str, tmp_path: Path) -> None:
+    with open_checkpoint(str(to_gguf(build(tmp_path), tmp_path / "model.gguf", kind))) as checkpoint:
+        for name in checkpoint.names():
+            groups = checkpoint.read_int4(name)
+            if len(checkpoint.shape(name)) == 1:
+                assert groups is None
+                continue
+            assert groups is not None and groups.q.max() < 16
+            dense = torch.empty(checkpoint.shape(name))
+            checkpoint.read(name, dense)
+            product = groups.q.unflatten(1, (-1, 32)) * groups.scale[..., None] + groups.minimum[..., None]
+            torch.testing.assert_close(product.flatten(1), dense, rtol=0, atol=1e-6)
+
+
+def test_only_auto_on_a_cpu_uses_them(tmp_path: Path) -> None:
+    def kinds(model: Path, dtype: str) -> set[type]:
+        layers = LLM(str(model), dtype=dtype, device="cpu").engine.runner.model.layers
+        return {type(part) for layer in layers for part in vars(layer).values() if isinstance(part, Linear)}
+
+    path = tiny_llama_dir(tmp_path)
+    quantised = to_gguf(path, tmp_path / "q4.gguf", "Q4_1")
+    assert kinds(quantised, "auto") == {Int4Linear}
+    assert kinds(quantised, "float32") == kinds(path, "auto") == {Linear}
+    assert kinds(to_gguf(path, tmp_path / "q8.gguf", "Q8_0"), "auto") == {Linear}
+
+
+def test_smollm2_is_as_near_to_float32_as_bfloat16_is() -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=200)
+    prompts = ["The capital of France is", "def fibonacci(n):", "Once upon a time", "1, 2, 3,"]
+    top: dict[str, list[dict[int, float]]] = {}
+    for dtype in ("float32", "bfloat16", "auto"):
+        llm = LLM("smollm2-135m", dtype=dtype, device="cpu", max_num_batched_tokens=MAX_INT4_ROWS)
+        outputs = llm.generate(prompts, params)
+        top[dtype] = [{t: e.logprob for t, e in (o.outputs[0].logprobs or [])[0].items()} for o in outputs]
+
+    def distance(dtype: str) -> float:
+        pairs = zip(top["float32"], top[dtype], strict=True)
+        gaps = [abs(exact[token] - other[token]) for exact, other in pairs for token in exact.keys() & other.keys()]
+        return sum(gaps) / len(gaps)
+
+    assert 0 < distance("auto") < 1.5 * distance("bfloat16")
