@@ -21,7 +21,9 @@ LONGEST, BLOCK = 32_768, 16
 
 def describe(timeline: Timeline) -> str:
     """What a Gantt chart of this run shows, in words."""
-    ends = ", ".join(f"{record.request.request_id} {record.metrics.finished * 1e3:.0f}" for record in timeline.requests)
+    ends = ", ".join(
+        f"{record.request.request_id} {record.metrics.token_times[-1] * 1e3:.0f}" for record in timeline.requests
+    )
     return (
         f"Gantt chart of {len(timeline.requests)} requests in {len(timeline.rounds)} rounds, "
         f"{timeline.duration * 1e3:.1f} ms in all; the longest gap between two tokens is "

@@ -1,68 +1,49 @@
 """A workload played against the real engine, on this machine's clock: the measured twin of `mini_engine.simulator`.
 
-    played = replay(engine, requests)      the same requests as for simulate(requests, …)
-    played.timeline                        the same Timeline as simulate returns, in measured seconds
-    measured_steps(played.timeline)        what fit_run wants
+    measured = replay(engine, requests, config)      the arguments of simulate(requests, config, cost), and its result
+    fit_run(measured_steps(measured))                the price of a round on this machine
 
 Prompts are made up of token ids, since only lengths matter here. Requests arrive when they were planned to, whether or
-not the engine is free to notice: it looks for new ones between two steps only.
+not the engine is free to notice: it looks for new ones between two rounds only.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from tqdm.auto import tqdm
 
 from mini_engine import LLMEngine, SamplingParams
 from mini_engine.batch import logits_rows
+from mini_engine.config import SchedulerConfig
 from mini_engine.metrics import RequestMetrics
 from mini_engine.sampler import sample
-from mini_engine.scheduler import SchedulerOutput
+from mini_engine.scheduler import Scheduler, SchedulerOutput
 from mini_engine.sequence import Sequence as EngineSequence
-from mini_engine.sequence import SequenceStatus
 from mini_engine.simulator import MeasuredStep, Request, Timeline
 from mini_engine.simulator.cost import StepWork
 from mini_engine.simulator.timeline import Chunk, RequestRecord, Round
 
 
-@dataclass(frozen=True)
-class Replay:
-    """timeline: times in seconds since the start; a request's `arrival` is the planned one.
+def replay(engine: LLMEngine, requests: Sequence[Request], config: SchedulerConfig, desc: str = "replay") -> Timeline:
+    """Run the requests to their end; times in seconds since the start, a request's `arrival` is the planned one.
 
-    noticed: when the scheduler first knew of each request. A queue time counted from here leaves out the wait for the
-    round that was running when the request came.
+    config: how to schedule; the engine's pool must have as many blocks, of this size. The engine gets a new scheduler.
+    Raises RequestError for a request that could never be served, ValueError where the pool differs.
     """
-
-    timeline: Timeline
-    noticed: tuple[float, ...]
-
-
-def replay(engine: LLMEngine, requests: Sequence[Request], *, progress: bool = True) -> Replay:
-    """Run the requests to their end. Raises RequestError for one that the engine could never serve."""
-    sequences = [_sequence(engine, request, i) for i, request in enumerate(requests)]
-    for seq in sequences:
-        engine.scheduler.validate(seq)
-    engine.reset_prefix_cache()
+    pool = (engine.runner.num_blocks, engine.runner.block_size)
+    if (config.num_blocks, config.block_size) != pool:
+        raise ValueError(
+            f"config has {config.num_blocks} blocks of {config.block_size}, the engine {pool[0]} of {pool[1]}"
+        )
+    engine.scheduler = Scheduler(config)
     records = [RequestRecord(i, request, RequestMetrics(request.arrival)) for i, request in enumerate(requests)]
-    run = _Run(engine, Timeline(engine.scheduler.config, records), dict(zip(sequences, records, strict=True)))
-    pending = deque(sorted(run.of, key=lambda seq: run.of[seq].request.arrival))
-    noticed = [0.0] * len(records)
-    steps = sum(request.num_output_tokens for request in requests)
-    with tqdm(total=steps, desc="output tokens", unit="tok", disable=not progress) as bar:
-        while pending or engine.scheduler.has_unfinished():
-            if pending and not engine.scheduler.has_unfinished():
-                time.sleep(max(0.0, run.of[pending[0]].request.arrival - run.now()))
-            while pending and run.of[pending[0]].request.arrival <= run.now():
-                seq = pending.popleft()
-                noticed[run.of[seq].index] = run.now()
-                engine.scheduler.add(seq)
-            if engine.scheduler.has_unfinished():
-                bar.update(run.step())
-    return Replay(run.timeline, tuple(noticed))
+    of = {_sequence(engine, record): record for record in records}
+    for seq in of:
+        engine.scheduler.validate(seq)
+    return _Run(engine, Timeline(config, records, stats=engine.scheduler.stats), of).to_the_end(desc)
 
 
 def measured_steps(*timelines: Timeline) -> list[MeasuredStep]:
@@ -74,13 +55,15 @@ def measured_steps(*timelines: Timeline) -> list[MeasuredStep]:
     ]
 
 
-def chunk_seconds(timeline: Timeline) -> list[float]:
-    """Seconds of the rounds that computed part of a prompt."""
-    prompts = [record.request.num_prompt_tokens for record in timeline.requests]
+def noticed(timeline: Timeline) -> list[float]:
+    """When the engine could first know of each request: the start of the first round after its arrival.
+
+    A queueing time counted from here leaves out the wait for the round that was running when the request came.
+    """
+    starts = [round_.start for round_ in timeline.rounds]
     return [
-        round_.end - round_.start
-        for round_ in timeline.rounds
-        if any(chunk.start < prompts[chunk.request] for chunk in round_.chunks)
+        min((start for start in starts if start >= record.request.arrival), default=timeline.end)
+        for record in timeline.requests
     ]
 
 
@@ -92,31 +75,35 @@ class _Run:
     def now(self) -> float:
         return self.engine.clock() - self.start
 
+    def to_the_end(self, desc: str) -> Timeline:
+        scheduler = self.engine.scheduler
+        pending = deque(sorted(self.of, key=lambda seq: self.of[seq].request.arrival))
+        outputs = sum(record.request.num_output_tokens for record in self.timeline.requests)
+        with tqdm(total=outputs, desc=desc, unit="tok") as bar:
+            while pending or scheduler.has_unfinished():
+                if not scheduler.has_unfinished():
+                    time.sleep(max(0.0, self.of[pending[0]].request.arrival - self.now()))
+                while pending and self.of[pending[0]].request.arrival <= self.now():
+                    scheduler.add(pending.popleft())
+                if scheduler.has_unfinished():
+                    bar.update(self.step())
+        return self.timeline
+
     def step(self) -> int:
-        """One step, as in `LLMEngine.step`, with a note of what it was. Returns the number of tokens drawn."""
+        """One step, as in `LLMEngine.step`, and a note of what it was. Returns the number of tokens drawn."""
         engine, scheduler = self.engine, self.engine.scheduler
         start = self.now()
         output = scheduler.schedule()
         used = scheduler.blocks.num_usable_blocks - scheduler.blocks.num_free_blocks
-        running, waiting = len(scheduler.running), scheduler.num_waiting
-        try:
-            logits = engine.runner.execute(output)
-            drawn = sample(logits, logits_rows(output), [seq for seq, _ in output.sampled], engine.config.seed)
-        except BaseException:
-            scheduler.undo(output)
-            for seq in self.of:
-                scheduler.finish(seq, SequenceStatus.FINISHED_ABORTED)
-            raise
+        state = (len(scheduler.running), scheduler.num_waiting, len(output.preempted), used)
+        logits = engine.runner.execute(output)
+        drawn = sample(logits, logits_rows(output), [seq for seq, _ in output.sampled], engine.config.seed)
         scheduler.update(output, drawn.tokens)
         end = self.now()
-        chunks, work = tuple(self._chunks(output)), StepWork.of(output)
-        self.timeline.rounds.append(Round(start, end, work, running, waiting, len(output.preempted), used, chunks))
+        chunks = tuple(Chunk(self.of[seq].index, first, count) for seq, first, count in output.scheduled)
+        self.timeline.rounds.append(Round(start, end, StepWork.of(output), *state, chunks))
         self._stamp(output, start, end)
         return len(drawn.tokens)
-
-    def _chunks(self, output: SchedulerOutput) -> Iterable[Chunk]:
-        for seq, start, num_tokens in output.scheduled:
-            yield Chunk(self.of[seq].index, start, num_tokens)
 
     def _stamp(self, output: SchedulerOutput, start: float, end: float) -> None:
         for seq, _, _ in output.scheduled:
@@ -130,8 +117,8 @@ class _Run:
                 metrics.finished = end
 
 
-def _sequence(engine: LLMEngine, request: Request, number: int) -> EngineSequence:
-    vocabulary = engine.model_config.vocab_size
-    tokens = [(7919 * (number + 1) + 31 * j) % vocabulary for j in range(request.num_prompt_tokens)]
+def _sequence(engine: LLMEngine, record: RequestRecord) -> EngineSequence:
+    vocabulary, request = engine.model_config.vocab_size, record.request
+    tokens = [(7919 * (record.index + 1) + 31 * j) % vocabulary for j in range(request.num_prompt_tokens)]
     params = SamplingParams(temperature=0, max_tokens=request.num_output_tokens, ignore_eos=True)
     return EngineSequence(request.request_id, tokens, params)

@@ -14,6 +14,7 @@ Source: the (out, lse) state and its merge as in FlashInfer (Ye et al. 2025) and
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -88,9 +89,8 @@ class TorchAttention:
         self.scale = scale
         self.block_table = batch.block_table.long()
         n = batch.num_decodes
-        self.decode_blocks = self.block_table[0, :0]
         self.longest = 0
-        self.hidden: torch.Tensor | None = None
+        self.mask: torch.Tensor | None = None  # added to the scores: 0, or -inf beyond the end of a sequence
         self.unused: torch.Tensor | None = None
         if n:
             lens = torch.tensor(batch.context_lens[:n]) + 1
@@ -102,9 +102,14 @@ class TorchAttention:
                 ends = (lens + block_size - 1) // block_size * block_size
                 hidden, beyond = key >= lens[:, None], key >= ends[:, None]
                 blocks = blocks.masked_fill(beyond[:, ::block_size].to(device), NULL_BLOCK)
-                self.hidden = hidden[:, None, None, : self.longest].to(device)
+                mask = torch.zeros(n, 1, 1, self.longest).masked_fill_(hidden[:, None, None, : self.longest], -math.inf)
+                self.mask = mask.to(device)
                 self.unused = (hidden & ~beyond).flatten().nonzero().squeeze(1).to(device)
-            self.decode_blocks = blocks.flatten()
+            self.decode_blocks = _index(blocks.flatten())
+        self.chunk_blocks = {
+            row: _index(self.block_table[row, : -(-(batch.context_lens[row] + num_new) // block_size)])
+            for row, num_new in enumerate(batch.query_lens[n:], n)
+        }
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> AttentionState:
         """q [T, heads, D], caches of one layer; the new tokens' K and V are already in them."""
@@ -123,7 +128,7 @@ class TorchAttention:
         n, heads, dim = q.shape
         k, v = (self._gather_decodes(cache, n) for cache in (k_cache, v_cache))
         packed = q.view(n, k.shape[1], -1, dim)
-        state = _softmax_attention(packed, k, v, self.scale, hidden=self.hidden)
+        state = _softmax_attention(packed, k, v, self.scale, mask=self.mask)
         return AttentionState(state.out.reshape(n, heads, dim), state.lse.reshape(n, heads))
 
     def _gather_decodes(self, cache: torch.Tensor, n: int) -> torch.Tensor:
@@ -132,8 +137,8 @@ class TorchAttention:
         A mask alone does not keep out what was left there: 0 * NaN and NaN - inf are NaN. Whole blocks beyond the end
         are read from the null block, which holds zeros, so that only the rest of started blocks is to be cleared.
         """
-        tokens = cache.index_select(0, self.decode_blocks).flatten(0, 1)
-        if self.unused is not None:
+        tokens = cache[self.decode_blocks].flatten(0, 1)
+        if self.unused is not None:  # then blocks of several sequences were gathered: a copy
             tokens.index_fill_(0, self.unused, 0.0)
         return tokens.view(n, -1, *cache.shape[2:])[:, : self.longest].transpose(1, 2)
 
@@ -141,9 +146,8 @@ class TorchAttention:
         """The context before the chunk, seen by all of it, merged with the chunk, seen causally."""
         num_new, heads, dim = q.shape
         context = self.batch.context_lens[row]
-        k, v = (
-            _gather(cache, self.block_table[row], context + num_new).transpose(0, 1) for cache in (k_cache, v_cache)
-        )
+        length = context + num_new
+        k, v = (cache[self.chunk_blocks[row]].flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache))
         kv_heads = k.shape[0]
         group = heads // kv_heads
         q = q.view(num_new, kv_heads, group, dim)
@@ -162,6 +166,14 @@ class TorchAttention:
         return AttentionState(out.reshape(num_new, heads, dim), lse.reshape(num_new, heads))
 
 
+def _index(blocks: torch.Tensor) -> torch.Tensor | slice:
+    """What to index a cache with to read `blocks`: a slice, which copies nothing, where they lie side by side."""
+    first, num = int(blocks[0]) if blocks.device.type == "cpu" else -1, len(blocks)
+    if first >= 0 and torch.equal(blocks, torch.arange(first, first + num)):
+        return slice(first, first + num)
+    return blocks
+
+
 def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
     """The first `length` tokens of a sequence, [length, kv_heads, D]."""
     num_blocks = -(-length // cache.shape[1])
@@ -174,17 +186,17 @@ def _softmax_attention(
     v: torch.Tensor,
     scale: float,
     causal: bool = False,
-    hidden: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> AttentionState:
-    """q [N, H, M, D], k and v [N, H, L, D]; hidden [N, 1, 1, L] bool. torch's fused CPU operator, or the formula."""
+    """q [N, H, M, D], k and v [N, H, L, D]; mask [N, 1, 1, L] float32. torch's fused CPU operator, or the formula."""
     if q.device.type == "cpu":
         k, v = k.to(q.dtype), v.to(q.dtype)
-        mask = None if hidden is None else torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+        mask = None if mask is None else mask.to(q.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
         return AttentionState(out.float(), lse)
-    visible = None if hidden is None else ~hidden
+    visible = None if mask is None else mask == 0
     if causal:
         visible = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     return attend(q, k, v, scale, visible)

@@ -40,8 +40,11 @@ class Checkpoint(Protocol):
     def read(self, name: str, out: torch.Tensor) -> None:
         """Write the tensor into `out`, of the same shape, any float dtype and any strides (a slice of a fused one)."""
 
-    def read_int4(self, name: str) -> Int4Groups | None:
-        """The matrix as the 4-bit groups of 32 the file holds it in; None where it holds something else."""
+    def holds_int4(self, name: str) -> bool:
+        """Whether the file holds the tensor in 4-bit groups of 32."""
+
+    def read_int4(self, name: str) -> Int4Groups:
+        """A matrix as the 4-bit groups the file holds it in; see `holds_int4`."""
 
     def tokenizer(self) -> Tokenizer: ...
 

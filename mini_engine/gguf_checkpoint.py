@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mini_engine.linear import Int4Groups
     from mini_engine.tokenizer import Tokenizer
 
+INT4_TYPES = ("Q4_0", "Q4_1")
 _CHUNK_ELEMENTS = 1 << 18  # 1 MB of float32: temporaries stay in the caches
 _TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _TOP["output.weight"] = "lm_head.weight"
@@ -109,15 +110,18 @@ class GGUFCheckpoint:
             rows = dequantize(part, info.type_name).view(end - start, unit, -1)
             target[start:end].copy_(_rotary_halves(rows) if heads else rows)
 
-    def read_int4(self, name: str) -> Int4Groups | None:
+    def holds_int4(self, name: str) -> bool:
+        return self._info(name).type_name in INT4_TYPES
+
+    def read_int4(self, name: str) -> Int4Groups:
         import torch
 
         from mini_engine.gguf_quants import int4_groups
         from mini_engine.linear import Int4Groups
 
         info = self._info(name)
-        if info.type_name not in ("Q4_0", "Q4_1"):
-            return None
+        if info.type_name not in INT4_TYPES:
+            raise ModelLoadError(f"{self._file.path}: {name} is {info.type_name}, not one of {', '.join(INT4_TYPES)}")
         parts = int4_groups(torch.from_numpy(self._file.raw(info).copy()), info.type_name)
         self._file.release(info)
         if heads := self._permuted_heads(name):

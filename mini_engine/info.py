@@ -11,6 +11,8 @@ import torch
 from mini_engine import __version__, sizing
 from mini_engine.config import EngineConfig
 from mini_engine.errors import RequestError
+from mini_engine.linear import int4_bytes
+from mini_engine.ops import resolve_backend
 from mini_engine.weights import open_checkpoint
 
 MIB = 1 << 20
@@ -48,25 +50,31 @@ def describe(config: EngineConfig, input_len: int, output_len: int) -> dict[str,
     """
     if input_len < 1 or output_len < 1:
         raise RequestError(f"a request has at least one token in and one out, not {input_len} in and {output_len} out")
+    device = sizing.resolve_device(config.device)
     with open_checkpoint(config.model) as checkpoint:
         model, name = checkpoint.config, checkpoint.name
-    device = sizing.resolve_device(config.device)
+        packed_bytes = int4_bytes(checkpoint) if sizing.uses_int4(config, device) else 0
     dtype = sizing.resolve_dtype(config.dtype, model, device)
     dtype_name = str(dtype).removeprefix("torch.")
-    weight_bytes = model.weight_bytes(dtype_name)
+    weight_bytes = model.weight_bytes(dtype_name) + packed_bytes
     num_blocks = sizing.num_kv_blocks(config, model, device, dtype, unloaded_bytes=weight_bytes)
     blocks_each = -(-(input_len + output_len - 1) // config.block_size)
     max_model_len = sizing.resolve_max_model_len(config, model)
     fit = (num_blocks - 1) // blocks_each if input_len + output_len - 1 <= max_model_len else 0
     return {
         "versions": versions(),
-        "device": {"type": device.type, "name": device_name(device), "attention_backend": "torch"},
+        "device": {
+            "type": device.type,
+            "name": device_name(device),
+            "attention_backend": resolve_backend(config.attention_backend, device),
+        },
         "model": {
             "name": name,
             "architecture": model.architecture,
             "parameters": model.num_params,
             "dtype": dtype_name,
             "weight_bytes": weight_bytes,
+            "packed_bytes": packed_bytes,
             "kv_bytes_per_token": sizing.block_bytes(config, model, dtype) // config.block_size,
             "max_model_len": max_model_len,
         },
@@ -89,11 +97,12 @@ def describe(config: EngineConfig, input_len: int, output_len: int) -> dict[str,
 def table(report: dict[str, Any]) -> str:
     """The same for a person."""
     model, kv, requests, device = report["model"], report["kv_cache"], report["requests"], report["device"]
+    packed = f", {model['packed_bytes'] / MIB:,.0f} MiB of it 4-bit and bf16 copies" if model["packed_bytes"] else ""
     lines = [
         ("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items())),
         ("device", f"{device['type']}: {device['name']}; attention: {device['attention_backend']}"),
         ("model", f"{model['name']} ({model['architecture']}, {model['parameters'] / 1e6:,.1f} M parameters)"),
-        ("weights", f"{model['weight_bytes'] / MIB:,.0f} MiB in {model['dtype']}"),
+        ("weights", f"{model['weight_bytes'] / MIB:,.0f} MiB in {model['dtype']}{packed}"),
         (
             "KV cache",
             f"{kv['bytes'] / MIB:,.0f} MiB: {kv['num_blocks']:,} blocks of {kv['block_size']} tokens at "

@@ -5,8 +5,10 @@ k, v   [layers, num_blocks, block_size, kv_heads, head_dim]      block 0 is the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 
 from mini_engine.block_manager import BlockCopy
@@ -14,12 +16,17 @@ from mini_engine.config import ModelConfig
 
 
 class KVCache:
-    """K and V of all layers. `slot = block_id * block_size + offset` names one token's place in every layer."""
+    """K and V of all layers; `layers[i]` are views of those of layer i.
+
+    `slot = block_id * block_size + offset` names one token's place in every layer.
+    """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         shape = (config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = _zeros(shape, dtype, device)
+        self.v = _zeros(shape, dtype, device)
+        self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
+        self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers]
 
     @property
     def nbytes(self) -> int:
@@ -33,8 +40,9 @@ class KVCache:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at their slots."""
-        self.k[layer].flatten(0, 1).index_copy_(0, slot_mapping, k.to(self.k.dtype))
-        self.v[layer].flatten(0, 1).index_copy_(0, slot_mapping, v.to(self.v.dtype))
+        k_slots, v_slots = self._slots[layer]
+        k_slots.index_copy_(0, slot_mapping, k.to(self.k.dtype))
+        v_slots.index_copy_(0, slot_mapping, v.to(self.v.dtype))
 
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
         """Copy whole blocks in all layers. Every source is read before any destination is written."""
@@ -42,3 +50,12 @@ class KVCache:
             src, dst = torch.tensor(copies, device=self.k.device).unbind(1)
             self.k[:, dst] = self.k[:, src]
             self.v[:, dst] = self.v[:, src]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On a CPU the pages are the operating system's, which hands them out when they are first written to, where
+    torch.zeros would touch the whole pool at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)

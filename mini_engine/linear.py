@@ -7,10 +7,13 @@ keeps both forms and chooses by the number of rows; `docs/performance.md` says w
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from mini_engine.checkpoint import Checkpoint
 
 MAX_INT4_ROWS = 16
 GROUP = 32
@@ -88,3 +91,12 @@ class HalfLinear(Linear):
 
     def read_bytes(self) -> int:
         return self.half.nbytes
+
+
+def int4_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes that a model holds beside its dense weights when it uses the file's 4-bit weights: those, and the
+    vocabulary's bfloat16 copy."""
+    elements = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names() if checkpoint.holds_int4(name))
+    if not elements:
+        return 0
+    return elements // 2 + 4 * (elements // GROUP) + 2 * checkpoint.config.embedding_params

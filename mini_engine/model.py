@@ -97,7 +97,7 @@ class Decoder:
                 qk = ops.qk_norm(qk, layer.q_norm, layer.k_norm, heads, config.rms_norm_eps)
             qk = rotate(qk)
             ops.write(kv, i, qk[:, heads:], v, batch.slot_mapping)
-            out = attention(qk[:, :heads], kv.k[i], kv.v[i]).out
+            out = attention(qk[:, :heads], *kv.layers[i]).out
             x = x + layer.o(out.flatten(1).to(x.dtype))
             h = ops.rms_norm(x, layer.post_norm, config.rms_norm_eps)
             x = x + layer.down(ops.swiglu(layer.gate_up(h)))
@@ -150,12 +150,11 @@ class _Loader:
     def linear(self, *names: str) -> Linear:
         """A matrix, or several stacked by rows; in 4 bits as well if all of them are."""
         weight = self(*names)
-        groups = [self.checkpoint.read_int4(name) for name in names] if self.int4 else [None]
-        known = [group for group in groups if group is not None]
-        if len(known) < len(groups) or len(weight) % INT4_ROWS:
+        if not self.int4 or not all(map(self.checkpoint.holds_int4, names)) or len(weight) % INT4_ROWS:
             return Linear(weight)
         self.has_int4 = True
-        return Int4Linear(weight, Int4Groups(*(torch.cat(parts) for parts in zip(*known, strict=True))))
+        groups = [self.checkpoint.read_int4(name) for name in names]
+        return Int4Linear(weight, Int4Groups(*(torch.cat(parts) for parts in zip(*groups, strict=True))))
 
 
 def _load_layer(load: _Loader, config: ModelConfig, prefix: str) -> Layer:

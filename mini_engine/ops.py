@@ -86,10 +86,9 @@ class TorchOps:
 
 def make_ops(attention_backend: str, device: torch.device) -> Ops:
     """Raises ConfigError where the backend asked for cannot run. Only here is triton imported."""
-    triton_here = importlib.util.find_spec("triton") is not None
-    if attention_backend == "torch" or (attention_backend == "auto" and not (triton_here and device.type == "cuda")):
+    if resolve_backend(attention_backend, device) == "torch":
         return TorchOps()
-    if not triton_here:
+    if not _triton_is_here():
         raise ConfigError("attention_backend 'triton' needs the triton package (Linux only); use 'torch' or 'auto'")
     import triton
 
@@ -103,10 +102,22 @@ def make_ops(attention_backend: str, device: torch.device) -> Ops:
     return TritonOps()
 
 
+def resolve_backend(attention_backend: str, device: torch.device) -> str:
+    """'auto' is triton on a GPU where triton is installed, torch elsewhere."""
+    if attention_backend == "auto":
+        return "triton" if device.type == "cuda" and _triton_is_here() else "torch"
+    return attention_backend
+
+
+def _triton_is_here() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean in float32."""
-    x32 = x.float()
-    return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).to(x.dtype) * weight
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class ModelRunner:
         self.ops = make_ops(config.attention_backend, self.device)
         self.dtype = sizing.resolve_dtype(config.dtype, model, self.device)
         self.max_model_len = sizing.resolve_max_model_len(config, model)
-        int4 = self.device.type == "cpu" and config.dtype == "auto"
+        int4 = sizing.uses_int4(config, self.device)
         self.model = Decoder(model, checkpoint, self.dtype, self.device, self.max_model_len, int4)
         self.num_blocks = sizing.num_kv_blocks(config, model, self.device, self.dtype)
         self.kv = KVCache(model, self.num_blocks, self.block_size, sizing.kv_dtype(config, self.dtype), self.device)

@@ -20,6 +20,7 @@ from mini_engine.hf_tokenizer import load_tokenizer, read_json
 if TYPE_CHECKING:
     import torch
 
+    from mini_engine.linear import Int4Groups
     from mini_engine.tokenizer import Tokenizer
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -80,8 +81,11 @@ class SafetensorsCheckpoint:
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: {name} cannot be read: {error}") from None
 
-    def read_int4(self, name: str) -> None:
-        return None
+    def holds_int4(self, name: str) -> bool:
+        return False
+
+    def read_int4(self, name: str) -> Int4Groups:
+        raise ModelLoadError(f"{name} is not held in 4-bit groups")
 
     def tokenizer(self) -> Tokenizer:
         tokenizer = load_tokenizer(self._directory)

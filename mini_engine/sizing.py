@@ -31,6 +31,11 @@ def resolve_dtype(dtype: str, model: ModelConfig, device: torch.device) -> torch
     return getattr(torch, dtype)
 
 
+def uses_int4(config: EngineConfig, device: torch.device) -> bool:
+    """Whether a GGUF file's 4-bit weights are used as they are: on a CPU, unless a dtype was asked for."""
+    return device.type == "cpu" and config.dtype == "auto"
+
+
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     """The model's own limit, or the shorter one asked for. Raises ConfigError for a longer one."""
     limit = model.max_position_embeddings

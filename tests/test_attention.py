@@ -237,8 +237,8 @@ def test_the_formula_of_other_devices_is_tested_here_too(monkeypatch):
     """Off the CPU the backend uses `attend`; the same packing and masks are driven through it."""
     import mini_engine.attention as module
 
-    def formula_only(q, k, v, scale, causal=False, hidden=None):
-        visible = None if hidden is None else ~hidden
+    def formula_only(q, k, v, scale, causal=False, mask=None):
+        visible = None if mask is None else mask == 0
         if causal:
             visible = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
         return attend(q, k, v, scale, visible)

@@ -113,9 +113,10 @@ class TestInfo:
         llm.engine.step()
         assert len(llm.engine.scheduler.running) == fit
 
-    def test_weights_are_what_the_engine_holds(self, model: str, capsys) -> None:
-        report = json.loads(run("info", "--model", model, "--json", capsys=capsys)[1])
-        runner = LLM(model).engine.runner
+    @pytest.mark.parametrize("name", [None, "smollm2-135m"])
+    def test_weights_are_what_the_engine_holds(self, model: str, name: str | None, capsys) -> None:
+        report = json.loads(run("info", "--model", name or model, "--json", capsys=capsys)[1])
+        runner = LLM(name or model).engine.runner
         assert report["model"]["weight_bytes"] == runner.weight_bytes
         assert report["kv_cache"]["bytes"] == runner.kv.nbytes
 

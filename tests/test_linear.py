@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mini_engine import LLM, SamplingParams
+from mini_engine.errors import ModelLoadError
 from mini_engine.linear import MAX_INT4_ROWS, HalfLinear, Int4Groups, Int4Linear, Linear
 from mini_engine.weights import open_checkpoint
 from tests.builders import tiny_llama_dir, tiny_qwen3_dir, to_gguf
@@ -61,11 +62,13 @@ def test_bytes_held_and_read() -> None:
 def test_groups_multiply_out_to_the_dequantised_matrix(build, kind: str, tmp_path: Path) -> None:
     with open_checkpoint(str(to_gguf(build(tmp_path), tmp_path / "model.gguf", kind))) as checkpoint:
         for name in checkpoint.names():
-            groups = checkpoint.read_int4(name)
-            if len(checkpoint.shape(name)) == 1:
-                assert groups is None
+            assert checkpoint.holds_int4(name) == (len(checkpoint.shape(name)) == 2)
+            if not checkpoint.holds_int4(name):
+                with pytest.raises(ModelLoadError, match="is F32, not one of Q4_0, Q4_1"):
+                    checkpoint.read_int4(name)
                 continue
-            assert groups is not None and groups.q.max() < 16
+            groups = checkpoint.read_int4(name)
+            assert groups.q.max() < 16
             dense = torch.empty(checkpoint.shape(name))
             checkpoint.read(name, dense)
             product = groups.q.unflatten(1, (-1, 32)) * groups.scale[..., None] + groups.minimum[..., None]

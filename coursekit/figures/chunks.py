@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coursekit.figures.show import GRID, INK, PALETTE, ink_on, new_figure, style
 
@@ -16,9 +16,13 @@ VERMILION = PALETTE[5]
 
 def pair_areas(chunk: int, history: int) -> Figure:
     """Every causal pair as a square: a row for each new token, a column for each token it attends to."""
-    figure = new_figure(8, max(2.2, min(4.6, 1.3 + 0.5 * chunk)))
+    from matplotlib.ticker import MaxNLocator
+
+    wide = min(7.4, 0.75 * (history + chunk))
+    figure = new_figure(max(wide, 3.4) + 0.6, wide * chunk / (history + chunk) + 1)
     axes = figure.subplots()
-    edge = {"edgecolor": "white", "linewidth": 0.6 if history + chunk <= 40 else 0.2}
+    axes.set_aspect("equal")
+    edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6 if history + chunk <= 40 else 0.2}
     for row in range(chunk):
         axes.bar(range(history), 1, 1, bottom=row, align="edge", color=BLUE, **edge)
         axes.bar(range(history, history + row + 1), 1, 1, bottom=row, align="edge", color=ORANGE, **edge)
@@ -29,7 +33,7 @@ def pair_areas(chunk: int, history: int) -> Figure:
         _label(axes, history / 2, chunk / 2, f"old context: {chunk * history:,}", BLUE)
     _label(axes, history + 0.72 * chunk, 0.22 * chunk, f"triangle: {triangle:,}", None)
     axes.set_xlim(0, history + chunk)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(chunk, 0)
     axes.set_yticks([row + 0.5 for row in range(chunk)], [str(row + 1) for row in range(chunk)])
     return figure
@@ -102,4 +106,5 @@ def largest_chunks(histories: Sequence[int], chunks: Mapping[float, Sequence[int
 
 def _label(axes, x: float, y: float, text: str, shade: str | None) -> None:
     ink = ink_on(shade) if shade else INK
-    axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=10)
+    box = {"facecolor": shade, "edgecolor": "none", "pad": 2} if shade else None
+    axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=10, bbox=box)

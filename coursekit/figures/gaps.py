@@ -23,14 +23,12 @@ def gap_percentiles(gaps: Mapping[str, Sequence[float]], unit: str = "ms", first
         color = (PALETTE[0], PALETTE[5], PALETTE[2])[i % 3]
         axes.step(shares, ordered, where="pre", color=color, linewidth=2)
         axes.plot(100, ordered[-1], "o", color=color)
-        axes.annotate(
-            f"{name}: longest {ordered[-1]:.3g} {unit}", (100, ordered[-1]), (-10, 4), textcoords="offset points",
-            ha="right", va="bottom", color=color,
-        )  # fmt: skip
+        text = f"{name}: the longest is {ordered[-1]:.3g} {unit}"
+        axes.text(0.02, 0.92 - 0.09 * i, text, transform=axes.transAxes, color=color)
     axes.axvline(95, color=INK, linewidth=1, linestyle="--")
     low = min(float(np.percentile(np.asarray(values, dtype=float), first)) for values in gaps.values())
     high = max(max(values) for values in gaps.values())
-    axes.text(94.9, high * 1.25, "p95", ha="right", color=INK)
+    axes.text(95.1, low * 0.72, "p95", color=INK)
     title = f"Gaps between output tokens, sorted; the shortest {first:g} % are left out"
     style(axes, title, "share of all gaps (%)", f"gap ({unit}, log scale)")
     axes.set_yscale("log")

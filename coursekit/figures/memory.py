@@ -51,7 +51,7 @@ def ledger_bars(ledgers: Mapping[str, Any]) -> Figure:
 
 def _inside(axes: Any, left: float, size: float, y: float, text: str, widest: float, ink: str) -> bool:
     """Write a label in its bar, where there is room for it; tell whether there was."""
-    room = size > 0.0 * widest * max(len(line) for line in text.splitlines())
+    room = size > 0.01 * widest * max(len(line) for line in text.splitlines())
     if room:
         axes.text(left + size / 2, y, text, ha="center", va="center", fontsize=9, color=ink)
     return room

@@ -72,8 +72,8 @@ def reads_per_token(
         if batch is not None:
             value = weights / batch + kv
             axes.plot(batch, value, "s", color=color, markersize=8)
-            note = f"{value:.2f} GiB"
-            axes.annotate(note, (batch, value), (-8, 9), textcoords="offset points", ha="right", color=INK, fontsize=10)
+            note = f"{value:.2f} GiB"  # above the label of a crossing at the same place
+            axes.annotate(note, (batch, value), (8, 22), textcoords="offset points", color=INK, fontsize=11)
     axes.annotate(
         "weights alone: halved by\neach doubling",
         (batches[-1], share[-1]),
@@ -84,7 +84,9 @@ def reads_per_token(
         fontsize=9,
     )
     _powers(axes, batches)
-    axes.set_ylim(min(share[-1], *contexts.values()) / 1.6, (weights + max(contexts.values())) * 1.5)
+    axes.set_ylim(
+        min(share[-1], *contexts.values()) / 1.6, (weights + max(contexts.values())) * (1.5 if batch is None else 4)
+    )
     style(axes, "Reads per output token", "requests in the batch", "read for each output token (GiB)")
     return figure
 

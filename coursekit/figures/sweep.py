@@ -69,10 +69,12 @@ def measured_and_fitted(measured_ms: Mapping[str, float], fitted_ms: Mapping[str
     values = [*measured_ms.values(), *fitted_ms.values()]
     low, high = min(values) / 1.5, max(values) * 1.5
     axes.plot([low, high], [low, high], color=GRID, zorder=0)
-    for label, took in measured_ms.items():
-        axes.plot(took, fitted_ms[label], "o", color=PALETTE[0], markersize=7)
-        axes.annotate(label, (took, fitted_ms[label]), (8, -4), textcoords="offset points", color=INK, fontsize=8.5)
-    axes.set_xlim(low, high * 2)
+    for i, (label, took) in enumerate(measured_ms.items()):
+        at = (took, fitted_ms[label])
+        offset, side = ((8, -11), "left") if i % 2 else ((-8, 5), "right")  # neighbours on different sides
+        axes.plot(*at, "o", color=PALETTE[0], markersize=7)
+        axes.annotate(label, at, offset, textcoords="offset points", ha=side, color=INK, fontsize=8.5)
+    axes.set_xlim(low / 2, high * 2)
     axes.set_ylim(low, high)
     style(axes, "On the line, the step model is right", "measured (ms)", "fitted (ms)")
     return figure

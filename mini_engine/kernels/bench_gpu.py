@@ -25,6 +25,7 @@ from mini_engine.config import ModelConfig
 from mini_engine.kernels.gpus import GPU, GPUS, OTHER_CARDS
 from mini_engine.kernels.specimens import MODELS
 from mini_engine.kv_cache import KVCache
+from mini_engine.linear import Int4Groups
 from mini_engine.model import Decoder
 from mini_engine.triton_attention import TritonAttention
 from mini_engine.triton_ops import TritonOps
@@ -149,8 +150,11 @@ class RandomCheckpoint:
     def read(self, name: str, out: torch.Tensor) -> None:
         out.normal_(std=0.02)
 
-    def read_int4(self, name: str) -> None:
-        return None
+    def holds_int4(self, name: str) -> bool:
+        return False
+
+    def read_int4(self, name: str) -> Int4Groups:
+        raise NotImplementedError("random weights are dense")
 
     def tokenizer(self) -> Any:
         raise NotImplementedError("random weights have no tokenizer")

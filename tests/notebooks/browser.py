@@ -91,8 +91,10 @@ def chromium(home: Path) -> Iterator[Page]:
         connection = websocket.create_connection(
             page["webSocketDebuggerUrl"], timeout=PATIENCE, suppress_origin=True, max_size=None
         )
+        tab = Page(connection)
+        tab.command("Emulation.setFocusEmulationEnabled", enabled=True)  # nobody clicks on a window without a screen
         try:
-            yield Page(connection)
+            yield tab
         finally:
             connection.close()
 

@@ -24,7 +24,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("websocket") is None, reason="websocket-client is not installed"),
 ]
 
-NOTEBOOK = "window.jupyterapp.shell.currentWidget"
+NOTEBOOK = (
+    "[...window.jupyterapp.shell.widgets('main')].find(widget => widget.sessionContext && widget.content.widgets)"
+)
 CELLS = f"{NOTEBOOK}.content.widgets"
 PLAYGROUND = f"{CELLS}.find(cell => cell.model.sharedModel.id === 'playground')"
 PICTURE = f"{PLAYGROUND}.node.querySelector('img')"
@@ -53,8 +55,10 @@ def test_a_slider_changes_the_plot(tmp_path: Path) -> None:
 def open_and_run(page: Page, address: str) -> None:
     page.command("Page.navigate", url=address)
     page.wait_for("Boolean(window.jupyterapp && window.jupyterapp.shell)")
-    page.wait_for(f"Boolean({NOTEBOOK} && {NOTEBOOK}.sessionContext && {NOTEBOOK}.content.widgets.length)")
+    page.wait_for(f"Boolean({NOTEBOOK}?.content.widgets.length)")
     page.wait_for(f"{NOTEBOOK}.sessionContext.session?.kernel?.status === 'idle'")
+    page.evaluate(f"window.jupyterapp.shell.activateById({NOTEBOOK}.id)")  # a command acts on the current widget
+    page.wait_for("Boolean(window.jupyterapp.shell.currentWidget?.sessionContext)")
     run = "window.jupyterapp.commands.execute('notebook:run-all-cells')"
     page.evaluate(f"void {run}.finally(() => {{ window.ranAll = true; }})")
     page.wait_for("window.ranAll === true")

@@ -1,0 +1,184 @@
+"""The warm-up tells right from wrong: unsolved, solved, and the usual mistakes with the sentence that fits each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from coursekit.authoring import UNSOLVED, failures, try_answers
+from coursekit.release import out_of_step
+from coursekit.score import ItemResult
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "ex_8_0_life_of_a_request"
+SOLUTION = ROOT / "solutions" / f"{NAME}.ipynb"
+
+COUNTS = """
+
+
+def counts(run, once):
+    most, again = max(r.num_running for r in run.rounds), run.stats.num_scheduled_tokens - once
+    return {"most_running": most, "preemptions": run.stats.num_preemptions, "recomputed": again}
+"""
+# (part, what the student did, answer, what the check must say of it)
+WRONG: list[tuple[str, str, str, str]] = [
+    (
+        "a",
+        "GB for GiB",
+        "def kv_blocks(capacity_gib, model, work_gib, block_size=16):\n"
+        "    left = (capacity_gib - work_gib) * 10**9 - weight_bytes(model)\n"
+        "    return int(max(0, left) // block_bytes(model, block_size))",
+        "GB (10**9) are taken for GiB",
+    ),
+    (
+        "a",
+        "weights read for weights resident",
+        "def kv_blocks(capacity_gib, model, work_gib, block_size=16):\n"
+        "    left = int((capacity_gib - work_gib) * GiB) - weight_read_bytes(model)\n"
+        "    return max(0, left) // block_bytes(model, block_size)",
+        "bytes read in a round",
+    ),
+    (
+        "a",
+        "fewer blocks than none",
+        "def kv_blocks(capacity_gib, model, work_gib, block_size=16):\n"
+        "    left = int((capacity_gib - work_gib) * GiB) - weight_bytes(model)\n"
+        "    return left // block_bytes(model, block_size)",
+        "certainly not fewer than none",
+    ),
+    (
+        "b",
+        "last output in KV",
+        "def blocks_at_end(prompt, output, block_size=16):\n    return -(-(prompt + output) // block_size)",
+        "the last output token is counted into KV",
+    ),
+    (
+        "b",
+        "not rounded up",
+        "def blocks_at_end(prompt, output, block_size=16):\n    return (prompt + output - 1) // block_size",
+        "not rounded up",
+    ),
+    (
+        "c",
+        "newest output in KV already",
+        "def outputs_when_dry(blocks, requests, prompt, block_size=16):\n"
+        "    return blocks // requests * block_size - prompt",
+        "taken to be in KV already",
+    ),
+    (
+        "c",
+        "split blocks",
+        "def outputs_when_dry(blocks, requests, prompt, block_size=16):\n"
+        "    return blocks * block_size // requests - prompt + 1",
+        "blocks are split between requests",
+    ),
+    (
+        "d",
+        "clock from zero",
+        "def user_figures(arrival, token_times):\n"
+        "    gaps = [b - a for a, b in zip(token_times, token_times[1:])]\n"
+        '    return {"ttft": token_times[0], "longest_gap": max(gaps, default=0.0), "total": token_times[-1],\n'
+        '            "gaps": len(gaps)}',
+        "times are counted from 0",
+    ),
+    (
+        "d",
+        "256 gaps",
+        "def user_figures(arrival, token_times):\n"
+        "    gaps = [b - a for a, b in zip(token_times, token_times[1:])]\n"
+        '    return {"ttft": token_times[0] - arrival, "longest_gap": max(gaps, default=0.0),\n'
+        '            "total": token_times[-1] - arrival, "gaps": len(token_times)}',
+        "as many gaps as tokens",
+    ),
+    (
+        "e",
+        "256 gaps",
+        "def bearable_queue(prefill_s, gap_s, outputs, deadline_s, inserted=0, mixed_s=None):\n"
+        "    extra = prefill_s if mixed_s is None else mixed_s - gap_s\n"
+        "    return deadline_s - prefill_s - outputs * gap_s - inserted * extra",
+        "given 256 gaps",
+    ),
+    (
+        "e",
+        "mixed round on top",
+        "def bearable_queue(prefill_s, gap_s, outputs, deadline_s, inserted=0, mixed_s=None):\n"
+        "    extra = prefill_s if mixed_s is None else mixed_s\n"
+        "    return deadline_s - prefill_s - (outputs - 1) * gap_s - inserted * extra",
+        "added on top of the gap",
+    ),
+    (
+        "f",
+        "last output computed",
+        "def admission_cost(admission, workload, config):\n"
+        "    run = simulate(workload, replace(config, admission=admission), BOOK_STEP)\n"
+        "    once = sum(r.num_prompt_tokens + r.num_output_tokens for r in workload)\n"
+        "    return counts(run, once)" + COUNTS,
+        "last output token of each request is counted as computed",
+    ),
+    (
+        "f",
+        "policy not handed over",
+        "def admission_cost(admission, workload, config):\n"
+        "    run = simulate(workload, config, BOOK_STEP)\n"
+        "    once = sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in workload)\n"
+        "    return counts(run, once)" + COUNTS,
+        "policy is not handed to the scheduler",
+    ),
+]
+# Answers that satisfy every visible check and are caught on unseen inputs.
+NARROW = {
+    "answer-a": "def kv_blocks(capacity_gib, model, work_gib, block_size=16):\n"
+    "    left = int((capacity_gib - work_gib) * GiB) - weight_bytes(QWEN3_8B)\n"
+    "    return max(0, left) // block_bytes(QWEN3_8B)",
+    "answer-b": "def blocks_at_end(prompt, output, block_size=16):\n    return -(-(prompt + output - 1) // 16)",
+    "answer-f": "def admission_cost(admission, workload, config):\n"
+    '    return {"preempt": {"most_running": 42, "preemptions": 5, "recomputed": 10845},\n'
+    '            "reserve": {"most_running": 37, "preemptions": 0, "recomputed": 0}}[admission]',
+}
+Results = dict[str, dict[str, ItemResult]]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Results:
+    variants = {f"{part}: {name}": {f"answer-{part}": source} for part, name, source, _ in WRONG}
+    return try_answers(SOLUTION, {"unsolved": UNSOLVED, "solved": {}, "narrow": NARROW, **variants})
+
+
+def test_unsolved_says_so_kindly(runs: Results) -> None:
+    messages = failures(runs["unsolved"])
+    assert sorted(messages) == [f"check-{part}" for part in "abcdef"]
+    assert all(message.startswith("Not solved yet") and "hints are below" in message for message in messages.values())
+
+
+def test_solved_passes_with_all_points(runs: Results) -> None:
+    assert failures(runs["solved"]) == {}
+    assert sum(item.points or 0 for item in runs["solved"].values()) == 10
+
+
+@pytest.mark.parametrize("part, name, says", [(part, name, says) for part, name, _, says in WRONG])
+def test_a_usual_mistake_is_named(runs: Results, part: str, name: str, says: str) -> None:
+    messages = failures(runs[f"{part}: {name}"])
+    assert list(messages) == [f"check-{part}"], "one wrong answer spoils its own part and no other"
+    assert says in messages[f"check-{part}"]
+
+
+def test_answers_made_for_the_visible_inputs_fail_on_others(runs: Results) -> None:
+    outcomes = {name: item.outcome for name, item in runs["narrow"].items() if item.outcome != "passed"}
+    assert outcomes == {"check-a": "hidden", "check-b": "hidden", "check-f": "hidden"}
+
+
+def test_released_copy_is_in_step() -> None:
+    assert out_of_step(ROOT / "solutions", ROOT / "exercises", [NAME]) == []
+
+
+def test_nothing_of_it_needs_torch() -> None:
+    """Grading hundreds of submissions pays for what each imports."""
+    cells = nbformat.read(SOLUTION, as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    program = f"{code}\nimport sys\nassert 'simulate' in globals() and 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

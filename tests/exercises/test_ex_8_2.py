@@ -1,0 +1,149 @@
+"""Exercise 8-2: unsolved it says so, solved it passes, and the usual mistakes are recognised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coursekit.authoring import UNSOLVED, failures, try_answers
+from coursekit.one_round import scheduled_round
+from coursekit.score import ItemResult
+
+SOLUTION = Path(__file__).resolve().parents[2] / "solutions" / "ex_8_2_chunk_from_gap.ipynb"
+CHECKS = {"check-a", "check-b", "check-c", "check-d", "check-e"}
+
+PAIRS = "def causal_pairs(chunk, history):\n    return {}\n\n\n"
+GROWTH = """def work_growth(chunk, history):
+    def work(before):
+        return chunk * FLOPS_PER_TOKEN + causal_pairs(chunk, before) * FLOPS_PER_PAIR
+    return work(history) / work(0)
+"""
+RIGHT_PAIRS = PAIRS.format("chunk * history + chunk * (chunk + 1) // 2")
+ROUND = """def round_ms(work):
+    tokens = sum(new for new, _ in work)
+    pairs = sum(causal_pairs(new, history) for new, history in work)
+    return {}
+
+
+def book_rounds():
+    return {}
+"""
+RIGHT_PRICE = "BASE_MS + TOKEN_US * tokens / 1e3 + PAIR_NS * pairs / 1e6"
+RIGHT_ROUNDS = "[[(2048, 0), (2048, 0)], [(1, 2048), (1, 2048)], [(1, 2049), (8192, 0)]]"
+FILL = """def fill_round(decoding, prompts, budget, threshold):
+    chosen = {{}}
+    for name, left in {order}:
+        tokens = {tokens}
+        if tokens:
+            chosen[name] = tokens
+            budget -= {taken}
+    return chosen
+"""
+DECODES_FIRST = "[*((name, 1) for name in decoding), *prompts.items()]"
+CHUNK = """def largest_chunk_for(gap_ms, history, decoding):
+    chunk = 0
+    while round_ms({}) {} gap_ms:
+        chunk += 1
+    return chunk{}
+"""
+READERS = """def for_readers(rows, gap_ms):
+    kept = [row for row in rows if row["{}"] <= gap_ms]
+    return min(kept, key=lambda row: row["{}"])["budget"] if kept else None
+
+
+def for_newcomers(rows):
+    return min(rows, key=lambda row: {})["budget"]
+"""
+RIGHT_KEY = '(row["queue"], row["longest"])'
+
+# (answer cell, wrong answer, what the message says)
+WRONG = {
+    "not itself": ("a", PAIRS.format("chunk * history + chunk * (chunk - 1) // 2") + GROWTH, "attend to itself"),
+    "no history": ("a", PAIRS.format("chunk * (chunk + 1) // 2") + GROWTH, "the history is left out"),
+    "no triangle": ("a", PAIRS.format("chunk * history or chunk * (chunk + 1) // 2") + GROWTH, "inside the chunk"),
+    "full square": ("a", PAIRS.format("chunk * (chunk + history)") + GROWTH, "the full square"),
+    "31 times": ("a", RIGHT_PAIRS + "def work_growth(c, h):\n    return causal_pairs(c, h) / causal_pairs(c, 0)",
+                 "only the pairs are compared"),
+    "equal chunks": ("a", RIGHT_PAIRS + "def work_growth(c, h):\n    return 1.0", "taken to cost alike"),
+    "measured": ("a", RIGHT_PAIRS + "def work_growth(c, h):\n    return 35.07 / 25.3", "the measured time"),
+    "base each": ("b", ROUND.format(RIGHT_PRICE.replace("BASE_MS", "BASE_MS * len(work)"), RIGHT_ROUNDS),
+                  "once a request, not once a round"),
+    "µs a pair": ("b", ROUND.format(RIGHT_PRICE.replace("1e6", "1e3"), RIGHT_ROUNDS), "in µs, not ns"),
+    "no pairs": ("b", ROUND.format("BASE_MS + TOKEN_US * tokens / 1e3", RIGHT_ROUNDS), "the pairs are left out"),
+    "fresh pairs": ("b", ROUND.format(RIGHT_PRICE, RIGHT_ROUNDS).replace("(new, history) for", "(new, 0) for"),
+                    "left out of the pairs"),
+    "r0 forgotten": ("b", ROUND.format(RIGHT_PRICE, RIGHT_ROUNDS.replace("(1, 2049), ", "")), "of r0 is missing"),
+    "last output cached": ("b", ROUND.format(RIGHT_PRICE, RIGHT_ROUNDS.replace("2049", "2050").replace("(1, 2048)",
+                                                                                                      "(1, 2049)")),
+                           "counts as cached already"),
+    "no threshold": ("c", FILL.format(order=DECODES_FIRST, tokens="min(left, budget)", taken="tokens"),
+                     "the threshold is not applied"),
+    "prompts first": ("c", FILL.format(order="[*prompts.items(), *((name, 1) for name in decoding)]",
+                                       tokens="min(left, threshold, budget)", taken="tokens"), "before decodes"),
+    "decodes free": ("c", FILL.format(order=DECODES_FIRST, tokens="min(left, threshold, budget)",
+                                      taken="tokens if name in prompts else 0"), "not taken off the budget"),
+    "whole budget each": ("c", FILL.format(order=DECODES_FIRST, tokens="min(left, threshold, budget)", taken="0"),
+                          "sees the whole budget"),
+    "whole prompts": ("c", FILL.format(order=DECODES_FIRST, tokens="min(left, threshold) if left <= budget"
+                                       " or left > 999 else 0", taken="tokens"), "overtakes"),
+    "no decodes": ("d", CHUNK.format("[(chunk + 1, history)]", "<=", ""), "who decode in the same round"),
+    "no context": ("d", CHUNK.format("[*((1, c) for c in decoding), (chunk + 1, 0)]", "<=", ""), "cached tokens"),
+    "rounded up": ("d", CHUNK.format("[*((1, c) for c in decoding), (chunk + 1, history)]", "<=", " + 1"),
+                   "rounded up"),
+    "without pairs": ("d", "def largest_chunk_for(gap_ms, history, decoding):\n    return int((gap_ms - BASE_MS) * 1e3 "
+                      "/ TOKEN_US) - len(decoding)", "the pairs are left out"),
+    "no base": ("d", CHUNK.format("[*((1, c) for c in decoding), (chunk + 1, history)]", "- BASE_MS <=", ""),
+                "fixed part of the round"),
+    "p95": ("e", READERS.format("p95", "queue", RIGHT_KEY), "lies beyond both"),
+    "shortest gap": ("e", READERS.format("longest", "longest", RIGHT_KEY), "shortest gap decides"),
+    "closest": ("e", READERS.format("longest", "queue", RIGHT_KEY).replace("else None", 'else rows[0]["budget"]'),
+                "although it breaks the promise"),
+    "gaps for newcomers": ("e", READERS.format("longest", "queue", 'row["longest"]'), "the gaps decide"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, dict[str, ItemResult]]:
+    wrong = {name: {f"answer-{part}": source} for name, (part, source, _) in WRONG.items()}
+    return try_answers(SOLUTION, {"unsolved": UNSOLVED, "solved": {}, **wrong})
+
+
+def test_unsolved(runs: dict[str, dict[str, ItemResult]]) -> None:
+    messages = failures(runs["unsolved"])
+    assert set(messages) == CHECKS
+    assert all("Not solved yet" in message for message in messages.values())
+
+
+def test_solved(runs: dict[str, dict[str, ItemResult]]) -> None:
+    assert failures(runs["solved"]) == {}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_usual_mistake_is_recognised(name: str, runs: dict[str, dict[str, ItemResult]]) -> None:
+    part, _, says = WRONG[name]
+    assert says in failures(runs[name])[f"check-{part}"]
+
+
+def test_checks_alone_never_decide(runs: dict[str, dict[str, ItemResult]]) -> None:
+    """Values of the visible checks, typed in: the checks are content, the hidden probes are not."""
+    typed = {
+        "answer-a": PAIRS.format("{(4, 0): 10, (4, 8): 42, (512, 0): 131328}.get((chunk, history), 4063488)") + GROWTH
+    }
+    assert "check-a" in failures(try_answers(SOLUTION, {"typed": typed})["typed"])
+
+
+@pytest.mark.parametrize(
+    "decoding, prompts, budget, threshold, want",
+    [
+        (["a"], {"b": 5000}, 4096, 2048, {"a": 1, "b": 2048}),
+        (["a", "b"], {"c": 90, "d": 90}, 128, 100, {"a": 1, "b": 1, "c": 90, "d": 36}),
+        (["a", "b", "c"], {"d": 90}, 3, 100, {"a": 1, "b": 1, "c": 1}),
+        ([], {"d": 90}, 64, 32, {"d": 32}),
+    ],
+)
+def test_rounds_by_hand(
+    decoding: list[str], prompts: dict[str, int], budget: int, threshold: int, want: dict[str, int]
+) -> None:
+    """What the checks compare with, the engine's scheduler, against rounds worked out by hand."""
+    assert scheduled_round(decoding, prompts, budget, threshold) == want
