@@ -15,6 +15,7 @@ from coursekit.errors import CourseError
 from coursekit.exercise import kind_of
 from coursekit.kernel import Limits
 from coursekit.reading import read_cells
+from coursekit.release import by_name
 from coursekit.runner import Job, NotebookRun, run_notebooks
 from coursekit.score import describe
 
@@ -65,8 +66,8 @@ def find(names: Sequence[str], exercises: Path) -> list[Path]:
         raise CourseError(f"no exercises in {exercises}: run this in the course's directory, or name a notebook")
     paths = []
     for name in names:
-        tries = [Path(name), exercises / f"{name}.ipynb", exercises / name]
-        found = next((path for path in tries if path.is_file()), None)
+        found = next((path for path in (Path(name), exercises / name) if path.is_file()), None)
+        found = found or by_name(name, {path.stem: path for path in there})
         if found is None:
             raise CourseError(f"no exercise {name!r}; there are {', '.join(path.stem for path in there) or 'none'}")
         paths.append(found)

@@ -6,6 +6,7 @@ import copy
 import difflib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from nbformat import NotebookNode
@@ -60,10 +61,17 @@ def find_exercises(solutions: Path, names: list[str] | None = None) -> list[Exer
     found = {path.stem: path for path in sorted(solutions.glob("*.ipynb"))}
     if not found:
         raise CourseError(f"no solution notebook (*.ipynb) in {solutions}; name the directory with --solutions")
-    unknown = [name for name in names or () if name not in found]
+    chosen = {name: by_name(name, found) for name in names or found}
+    unknown = [name for name, path in chosen.items() if path is None]
     if unknown:
         raise CourseError(f"no solution named {', '.join(unknown)}; there are {', '.join(found)}")
-    return [Exercise.load(found[name]) for name in names or found]
+    return [Exercise.load(path) for path in chosen.values() if path is not None]
+
+
+def by_name(name: str, there: Mapping[str, Path]) -> Path | None:
+    """The notebook of that name, or the only one whose name begins with it: ex_8_1 for ex_8_1_reads_and_capacity."""
+    begins = [path for stem, path in there.items() if stem.startswith(f"{name}_")]
+    return there.get(name) or (begins[0] if len(begins) == 1 else None)
 
 
 def release(solutions: Path, exercises: Path, names: list[str] | None = None) -> list[Path]:

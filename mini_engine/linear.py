@@ -2,7 +2,11 @@
 
 With one row a product takes as long as its weights take to read, so a quarter of the bytes is worth more than exact
 arithmetic. With many rows the multiplications decide, and a CPU's are fastest in float32. So on a CPU `Int4Linear`
-keeps both forms and chooses by the number of rows; `docs/performance.md` says where they cross.
+keeps both forms and chooses by the number of rows.
+
+Measured, the four matrices of a SmolLM2 layer on two cores with AVX-512 and bfloat16 instructions, on a noisy machine:
+4-bit 0.25 ms against float32 0.41 ms at one row, 1.6 against 1.8 to 2.0 at 16, level at 32. The operator is fast for
+bfloat16 activations only: with float32 ones it took 12 to 50 times as long.
 """
 
 from __future__ import annotations

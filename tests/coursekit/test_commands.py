@@ -250,3 +250,12 @@ def test_coursekit_knows_nothing_of_inference() -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_short_name_is_enough_where_it_is_the_only_one(tmp_path: Path) -> None:
+    from coursekit.release import by_name
+
+    there = {stem: tmp_path / f"{stem}.ipynb" for stem in ("ex_8_1_reads", "ex_8_2_chunks", "ex_8_2_gaps", "ex_8_10_x")}
+    assert by_name("ex_8_1", there) == there["ex_8_1_reads"]
+    assert by_name("ex_8_2_gaps", there) == there["ex_8_2_gaps"]
+    assert by_name("ex_8_2", there) is None and by_name("ex_9", there) is None
