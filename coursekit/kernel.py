@@ -28,6 +28,7 @@ from jupyter_client.connect import write_connection_file
 
 _POLL_MS = 100
 _GRACE_SECONDS = 10.0  # for a cell to react to the interrupt that ends its time
+_HEARING_SECONDS = 0.5
 _KEPT = ("PATH", "LANG", "LC_ALL", "HOME", "TMPDIR", "MPLCONFIGDIR")
 
 
@@ -114,13 +115,27 @@ class GradingKernel:
         until = time.monotonic() + self.limits.startup_seconds
         while time.monotonic() < until and self._process.poll() is None:
             with contextlib.suppress(Empty):
-                self.await_reply(self.kc.kernel_info(), timeout=2)
+                request = self.kc.kernel_info()
+                self.await_reply(request, timeout=2)
+                if not self._hears(request):
+                    continue
                 self._messages.clear()
                 self._ready = True
                 self._deadline = time.monotonic() + self.limits.notebook_seconds
                 return
         self.stop()
         raise RuntimeError("the kernel did not start")
+
+    def _hears(self, request: str) -> bool:
+        """Whether the outputs of `request` arrive. Their channel connects in its own time, which may be after the
+        first answer on the other one, and what is printed before that is lost: a cell would never seem to end."""
+        until = time.monotonic() + _HEARING_SECONDS
+        while not any(message["parent_header"].get("msg_id") == request for message in self._messages):
+            if time.monotonic() >= until:
+                return False
+            self.kc.iopub_channel.socket.poll(_POLL_MS)  # type: ignore[union-attr]
+            self._drain()
+        return True
 
     def execute_cell_input(self, cell_input: str, allow_stdin: bool | None = None) -> str:
         self._messages.clear()
