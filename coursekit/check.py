@@ -17,7 +17,7 @@ from coursekit.kernel import Limits
 from coursekit.reading import read_cells
 from coursekit.release import by_name
 from coursekit.runner import Job, NotebookRun, run_notebooks
-from coursekit.score import describe
+from coursekit.score import answer_failure, describe
 
 _SIGNS = {"passed": "✓", "unsolved": "·", "open": "?"}
 _MAX_BYTES = 200_000_000
@@ -118,9 +118,16 @@ def _checked(book: nbformat.NotebookNode, run: NotebookRun) -> Checked:
             parts.append(Part(about[0], 0.0, about[1], "died", lost))
         else:
             outcome, message = describe(run.cells.get(item["grade_id"]), run.fate)
+            if outcome != "passed":
+                answers = [name for name, cell in cells.items() if _answers(cell, item.get("part"))]
+                message = answer_failure(answers, run.cells) + message
             points = item["points"] if outcome == "passed" else 0.0
             parts.append(Part(about[0], points, about[1], outcome, message, item.get("read", "")))
     return Checked(textbook["exercise"], textbook.get("title", ""), parts, problems)
+
+
+def _answers(cell: nbformat.NotebookNode, part: str | None) -> bool:
+    return kind_of(cell) == "answer" and cell.metadata["textbook"].get("part") == part
 
 
 def report(checked: Checked) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,12 @@ def score(exercise: Exercise, run: NotebookRun, expected: Expected) -> list[Item
             results.append(_result(item, None, "open"))
             continue
         probes = [probe for probe in exercise.probes if probe.part == item.part]
-        results.append(_check(item, probes, run, expected))
+        answers = [
+            cell.metadata["nbgrader"]["grade_id"]
+            for cell in exercise.cells("answer")
+            if cell.metadata["textbook"].get("part") == item.part
+        ]
+        results.append(_check(item, answers, probes, run, expected))
     return results
 
 
@@ -71,8 +76,10 @@ def probe_values(cell: CellRun | None) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def _check(item: Item, probes: list[Probe], run: NotebookRun, expected: Expected) -> ItemResult:
+def _check(item: Item, answers: list[str], probes: list[Probe], run: NotebookRun, expected: Expected) -> ItemResult:
     outcome, message = describe(run.cells.get(item.grade_id), run.fate)
+    if outcome != "passed":
+        message = answer_failure(answers, run.cells) + message
     right = of = 0
     reasons = []
     for probe in probes:
@@ -106,6 +113,15 @@ def describe(cell: CellRun | None, fate: str | None) -> tuple[str, str]:
     if cell.ename in ("CheckFailed", "AssertionError"):
         return "failed", cell.evalue[:_MAX_MESSAGE] or "The check failed."
     return "error", f"{cell.ename}: {cell.evalue}".removeprefix("Silenced: ")[:_MAX_MESSAGE]
+
+
+def answer_failure(answers: Iterable[str], cells: Mapping[str, CellRun]) -> str:
+    """A sentence for a part whose answer cell itself raises, a syntax error say: no check could tell more."""
+    for name in answers:
+        cell = cells.get(name)
+        if cell is not None and cell.status == "error" and cell.ename != "NotImplementedError":
+            return f"The answer cell itself fails with {cell.ename}: {cell.evalue[:_MAX_MESSAGE]}. "
+    return ""
 
 
 def _differs(probe: Probe, name: str, got: Any, wanted: Any) -> bool:

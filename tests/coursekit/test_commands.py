@@ -16,7 +16,9 @@ from coursekit.authoring import UNSOLVED, failures, try_answers
 from coursekit.check import Checked, check, find, report
 from coursekit.cli import main
 from coursekit.errors import CourseError
+from coursekit.exercise import Exercise
 from coursekit.kernel import Limits
+from coursekit.release import release_notebook
 from coursekit.run import normalised, run_in_place
 from tests.coursekit import sample
 
@@ -259,3 +261,15 @@ def test_a_short_name_is_enough_where_it_is_the_only_one(tmp_path: Path) -> None
     assert by_name("ex_8_1", there) == there["ex_8_1_reads"]
     assert by_name("ex_8_2_gaps", there) == there["ex_8_2_gaps"]
     assert by_name("ex_8_2", there) is None and by_name("ex_9", there) is None
+
+
+def test_an_answer_that_does_not_even_run_is_named(tmp_path: Path) -> None:
+    solution = Path(__file__).parents[2] / "solutions" / "ex_8_1_reads_and_capacity.ipynb"
+    released = release_notebook(Exercise.load(solution))
+    answer = next(cell for cell in released.cells if cell.metadata.get("textbook", {}).get("kind") == "answer")
+    answer.source = "def broken(:\n    pass"
+    path = tmp_path / "ex_8_1.ipynb"
+    path.write_text(nbformat.writes(released), "utf-8")
+    [checked] = check([path], Limits(), progress=False)
+    assert "The answer cell itself fails with SyntaxError: invalid syntax" in checked.parts[0].message
+    assert "answer cell itself" not in checked.parts[1].message
