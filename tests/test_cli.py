@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ class TestGenerate:
 
     @pytest.mark.skipif(os.name != "posix", reason="needs POSIX pipes")
     def test_a_reader_that_leaves_is_no_error(self, model: str) -> None:
-        args = " ".join([*COMMAND, "generate", "--prompt", "cat", "--model", model, "--max-tokens", "200"])
+        args = shlex.join([*COMMAND, "generate", "--prompt", "cat", "--model", model, "--max-tokens", "200"])
         shell = ["bash", "-c", f"set -o pipefail; {args} | head -c 1 > /dev/null; echo ${{PIPESTATUS[0]}}"]
         done = subprocess.run(shell, capture_output=True, text=True)
         assert done.stdout.strip() in ("0", "141") and "Traceback" not in done.stderr
