@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from mini_engine.batch import Batch
-from mini_engine.block_manager import NULL_BLOCK
+from mini_engine.block_pool import NULL_BLOCK
 
 
 class AttentionState(NamedTuple):

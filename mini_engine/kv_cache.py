@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from mini_engine.block_manager import BlockCopy
+from mini_engine.block_pool import BlockCopy
 from mini_engine.config import ModelConfig
 
 

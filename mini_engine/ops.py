@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from mini_engine.attention import AttentionState, TorchAttention
 from mini_engine.batch import Batch
-from mini_engine.block_manager import BlockCopy
+from mini_engine.block_pool import BlockCopy
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache import KVCache
 

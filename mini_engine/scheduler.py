@@ -14,7 +14,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mini_engine.block_manager import BlockCopy, BlockManager
+from mini_engine.block_manager import BlockManager
+from mini_engine.block_pool import BlockCopy
 from mini_engine.config import SchedulerConfig
 from mini_engine.errors import PoolTooSmall, RequestError
 from mini_engine.sequence import Sequence, SequenceStatus

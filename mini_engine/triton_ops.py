@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from mini_engine.batch import Batch
-from mini_engine.block_manager import BlockCopy
+from mini_engine.block_pool import BlockCopy
 from mini_engine.kernels.copy_blocks import copy_blocks
 from mini_engine.kernels.reshape_and_cache import reshape_and_cache
 from mini_engine.kernels.rms_norm import rms_norm

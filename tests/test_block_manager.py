@@ -7,7 +7,8 @@ from itertools import count
 
 import pytest
 
-from mini_engine.block_manager import BlockManager, hash_block
+from mini_engine.block_manager import BlockManager
+from mini_engine.block_pool import hash_block
 from mini_engine.sequence import Sequence
 from tests.scheduling import sequence, unrelated
 
