@@ -139,7 +139,7 @@ def report(checked: Checked) -> str:
         sign = _SIGNS.get(part.outcome, "✗")
         gained = f"{part.points:g} of {part.max_points:g}"
         if part.outcome == "open":
-            gained = f"{part.max_points:g} points, read by your instructor"
+            gained = f"{_points(part.max_points)}, read by your instructor"
         lines.append(f"  {sign} {part.title:<{width}}  {gained}")
         if part.outcome not in ("passed", "open"):
             lines += [f"      {line}" for line in part.message.splitlines()]
@@ -147,7 +147,11 @@ def report(checked: Checked) -> str:
     graded = [part for part in checked.parts if part.outcome != "open"]
     passed = sum(part.outcome == "passed" for part in graded)
     points, most = sum(part.points for part in graded), sum(part.max_points for part in graded)
-    lines.append(f"  {passed} of {len(graded)} parts pass, {points:g} of {most:g} points.")
+    lines.append(f"  {passed} of {len(graded)} parts pass, {points:g} of {_points(most)}.")
     if checked.passed:
         lines.append("  Grading tries your functions on further inputs as well.")
     return "\n".join(lines)
+
+
+def _points(number: float) -> str:
+    return f"{number:g} point{'s' * (number != 1)}"

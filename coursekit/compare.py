@@ -9,13 +9,14 @@ _MAX_SHOWN = 120
 
 
 def plain(value: Any) -> Any:
-    """The value in Python's own types: numpy and torch scalars and arrays become numbers and lists, tuples lists."""
+    """The value in Python's own types: scalars and arrays as numbers and lists, sets as sorted lists."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        items = [plain(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item) for item in value), key=repr)  # any order will do, if it is always the same
     if callable(getattr(value, "tolist", None)):
@@ -25,13 +26,31 @@ def plain(value: Any) -> Any:
     return value
 
 
-def show(value: Any) -> str:
-    """A value for a sentence: short, and with its decimals readable."""
+def show(value: Any, digits: int = 6) -> str:
+    """A value for a sentence: short, and every float in it with that many significant digits."""
     try:
-        text = f"{value:.10g}" if isinstance(value, float) else repr(value)
+        text = _text(value, digits)
     except Exception:  # nested too deep, or a class of the student's own whose repr fails
         text = f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 30]} … ({len(text)} characters)"
+
+
+def show_both(got: Any, want: Any) -> tuple[str, str]:
+    """Both values, with as few digits as tell them apart."""
+    pairs = [(show(got, digits), show(want, digits)) for digits in (6, 10, 17)]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+
+
+def _text(value: Any, digits: int) -> str:
+    if isinstance(value, float):
+        return f"{value:.{max(digits, 15) if value.is_integer() else digits}g}"
+    if type(value) is list:
+        return f"[{', '.join(_text(item, digits) for item in value)}]"
+    if type(value) is tuple:
+        return f"({', '.join(_text(item, digits) for item in value)}{',' * (len(value) == 1)})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{key!r}: {_text(item, digits)}' for key, item in value.items())}}}"
+    return repr(value)
 
 
 def difference(got: Any, want: Any, rel_tol: float = 1e-9, abs_tol: float = 0.0, where: str = "") -> str | None:
@@ -54,7 +73,7 @@ def difference(got: Any, want: Any, rel_tol: float = 1e-9, abs_tol: float = 0.0,
             return f"{at}the keys {show(list(got))}, not {show(list(want))}"
         pairs = [(f"{where}[{key!r}]", got[key], item) for key, item in want.items()]
     else:
-        return None if _same(got, want, rel_tol, abs_tol) else f"{at}{_shown(got, want)}, not {show(want)}"
+        return None if _same(got, want, rel_tol, abs_tol) else f"{at}{_clause(got, want)}"
     found = (difference(mine, item, rel_tol, abs_tol, place) for place, mine, item in pairs)
     return next((clause for clause in found if clause), None)
 
@@ -77,8 +96,10 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _shown(got: Any, want: Any) -> str:
-    return show(got) if type(got) is type(want) or (_number(got) and _number(want)) else f"{_kind(got)} {show(got)}"
+def _clause(got: Any, want: Any) -> str:
+    came, belongs = show_both(got, want)
+    alike = type(got) is type(want) or (_number(got) and _number(want))
+    return f"{came if alike else f'{_kind(got)} {came}'}, not {belongs}"
 
 
 def _kind(value: Any) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,21 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def commit() -> str | None:
+    """The commit this package is checked out at, with a + where files differ from it; None for an installed one."""
+    here = Path(__file__).parent
+    try:
+        told = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return told.stdout.strip()
 
 
 def device_name(device: torch.device) -> str:

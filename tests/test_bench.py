@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from mini_engine import LLM, EngineConfig, SamplingParams
-from mini_engine.bench import measure
+from mini_engine.bench import measure, rows
+from mini_engine.bench.ledger import ledger
 from mini_engine.bench.peers import transformers_twin
+from mini_engine.errors import ConfigError
 from tests.builders import LLAMA3_SCALING, tiny_llama_dir, tiny_qwen3_dir
 
 
@@ -42,16 +44,45 @@ def test_every_figure_has_value_unit_and_how(report: dict) -> None:
 
 
 def test_ratios_belong_to_their_figures(report: dict) -> None:
-    rows = {row["name"]: row for row in report["figures"]}
+    figures = {row["name"]: row for row in report["figures"]}
     for name in ("decode, batch 1", "decode, batch 16"):
-        assert rows[name]["share_of_bound"] == pytest.approx(rows[name]["value"] / rows[name]["bound"])
+        assert figures[name]["share_of_bound"] == pytest.approx(figures[name]["value"] / figures[name]["bound"])
     for name in ("whole requests, batch 1", "whole requests, batch 16"):
         # one run each: the ratio of the medians is the median of the ratios
-        assert rows[name]["ratio_to_peer"] == pytest.approx(rows[name]["value"] / rows[name]["peer"])
+        assert figures[name]["ratio_to_peer"] == pytest.approx(figures[name]["value"] / figures[name]["peer"])
+
+
+def test_a_share_above_one_is_never_worse() -> None:
+    assert rows.row("rate", 3.0, "GB/s", "", bound=4.0)["share_of_bound"] == 0.75
+    slow = rows.row("step", 4.0, "ms", "", bound=3.0, peer=("other", 6.0), less_is_better=True)
+    assert slow["share_of_bound"] == 0.75 and slow["ratio_to_peer"] == 1.5
+
+
+def test_the_ledger_holds_every_figure_with_its_origin(report: dict, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(report))
+    (tmp_path / "tried.toml").write_text('[[tried]]\nwhat = "spinning"\nfigure = "1.00 x"\nverdict = "left out"\n')
+    text = ledger(tmp_path)
+    assert report["machine"]["device"] in text and report["date"] in text and str(report["commit"]) in text
+    for row in report["figures"]:
+        assert f"| {row['name']} |" in text and row["how"] in text
+    assert "| spinning | 1.00 x | left out |" in text
+
+
+def test_the_ledger_refuses_what_is_no_report(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no report"):
+        ledger(tmp_path)
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(ConfigError, match="a.json is not a bench report"):
+        ledger(tmp_path)
+
+
+def test_the_committed_ledger_is_that_of_the_committed_reports() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    assert (docs / "performance.md").read_text() == ledger(docs / "bench")
 
 
 def test_the_table_shows_every_figure(report: dict) -> None:
-    text = measure.table(report)
+    text = rows.table(report)
     for row in report["figures"]:
         assert row["name"] in text
     assert "x transformers" in text and "of the bound" in text

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from mini_engine import sizing
 from mini_engine.bench.peers import transformers_twin
+from mini_engine.bench.rows import row
 from mini_engine.config import EngineConfig, SchedulerConfig
-from mini_engine.info import device_name, versions
+from mini_engine.info import commit, device_name, versions
 from mini_engine.llm import LLM
 from mini_engine.output_processor import RequestOutput
 from mini_engine.scheduler import Scheduler
@@ -38,10 +40,11 @@ SCHEDULED_SEQUENCES = (1, 64, 256)
 def run(config: EngineConfig, input_len: int, output_len: int, repeats: int, peers: bool = True) -> dict[str, Any]:
     """All figures, as a JSON-able dictionary: `machine`, `versions`, `settings`, and `figures`, a list of rows.
 
-    A row has name, value, unit, how; where they apply, bound and share_of_bound, peer and ratio_to_peer.
+    The rows are those of `bench.rows.row`. On a GPU those of `bench.gpu` come last.
     """
     figures: list[dict[str, Any]] = []
-    with tqdm(total=5, desc="bench: start and memory", file=sys.stderr) as bar:
+    on_gpu = sizing.resolve_device(config.device).type == "cuda"
+    with tqdm(total=5 + on_gpu, desc="bench: start and memory", file=sys.stderr) as bar:
 
         def take(rows: Iterable[dict[str, Any]], then: str) -> None:
             figures.extend(rows)
@@ -52,13 +55,19 @@ def run(config: EngineConfig, input_len: int, output_len: int, repeats: int, pee
         take(scheduler_time(), then="loading")
         llm = LLM(config, enable_prefix_caching=False)
         rate = read_rate(llm.engine.runner.device, repeats)
-        figures.append(_row("read rate", rate / GB, "GB/s", "sum of a touched 512 MiB float32 buffer"))
+        figures.append(row("read rate", rate / GB, "GB/s", "sum of a touched 512 MiB float32 buffer"))
         peer = transformers_twin(llm.engine.runner.model) if peers else None
         bar.set_description("bench: decode")
         take(decode(llm, rate, input_len, output_len, repeats), then="prefill")
         take(prefill(llm, repeats), then="whole requests" + (" beside transformers" if peer else ""))
-        take(whole_requests(llm, peer, input_len, output_len, repeats), then="done")
+        take(whole_requests(llm, peer, input_len, output_len, repeats), then="kernels" if on_gpu else "done")
+        if on_gpu:
+            from mini_engine.bench import gpu  # triton is there only with a GPU's build of torch
+
+            take(gpu.rows(llm.engine.runner.device, gpu.cuda_timer), then="done")
     return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
         "machine": {"device": device_name(llm.engine.runner.device), "threads": torch.get_num_threads()},
         "versions": versions(),
         "settings": {
@@ -70,25 +79,6 @@ def run(config: EngineConfig, input_len: int, output_len: int, repeats: int, pee
         },
         "figures": figures,
     }
-
-
-def table(report: dict[str, Any]) -> str:
-    """The same for a person."""
-    settings = report["settings"]
-    lines = [
-        f"{report['machine']['device']}; torch {report['versions']['torch']}",
-        f"{settings['model']} in {settings['dtype']}, {settings['input_len']} in + {settings['output_len']} out, "
-        f"medians of {settings['repeats']}",
-        "",
-    ]
-    for row in report["figures"]:
-        notes = []
-        if "share_of_bound" in row:
-            notes.append(f"{row['share_of_bound']:.0%} of the bound {row['bound']:,.4g}")
-        if "ratio_to_peer" in row:
-            notes.append(f"{row['ratio_to_peer']:.2f} x {row['peer_name']} ({row['peer']:,.4g})")
-        lines.append(f"{row['name']:<38}{row['value']:>10,.4g} {row['unit']:<8}{'; '.join(notes)}".rstrip())
-    return "\n".join(lines)
 
 
 def read_rate(device: torch.device, repeats: int) -> float:
@@ -109,13 +99,12 @@ def decode(llm: LLM, rate: float, input_len: int, output_len: int, repeats: int)
         kv_bytes = batch * context * llm.engine.runner.kv.bytes_per_token
         bound = batch * rate / (llm.engine.runner.model.read_bytes() + kv_bytes)
         value = batch / median(steps)
-        yield _row(
+        yield row(
             f"decode, batch {batch}",
             value,
             "tok/s",
             "batch / median time between tokens, prefill left out; bound: weights and KV read once a step",
-            bound=bound,
-            share_of_bound=value / bound,
+            bound,
         )
 
 
@@ -123,7 +112,7 @@ def prefill(llm: LLM, repeats: int) -> Iterator[dict[str, Any]]:
     tokens = min(PREFILL_TOKENS, llm.engine.runner.max_model_len)
     _generate(llm, 1, tokens, 1)
     times = [_generate(llm, 1, tokens, 1)[0].metrics.ttft or 0.0 for _ in range(repeats)]
-    yield _row("prefill", tokens / median(times), "tok/s", f"{tokens} tokens / median time to first token")
+    yield row("prefill", tokens / median(times), "tok/s", f"{tokens} tokens / median time to first token")
 
 
 def whole_requests(llm: LLM, peer: Any, input_len: int, output_len: int, repeats: int) -> Iterator[dict[str, Any]]:
@@ -140,24 +129,23 @@ def whole_requests(llm: LLM, peer: Any, input_len: int, output_len: int, repeats
             peer.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **settings)
 
         ours()
-        extra: dict[str, Any] = {}
+        beside: dict[str, Any] = {}
         if peer is None:
             seconds = median(_seconds(ours, repeats, device))
         else:
             theirs()
             pairs = [(_seconds(ours, 1, device)[0], _seconds(theirs, 1, device)[0]) for _ in range(repeats)]
             seconds = median(own for own, _ in pairs)
-            extra = {
-                "peer_name": "transformers",
-                "peer": batch * output_len / median(other for _, other in pairs),
-                "ratio_to_peer": median(other / own for own, other in pairs),
+            beside = {
+                "peer": ("transformers", batch * output_len / median(other for _, other in pairs)),
+                "ratio": median(other / own for own, other in pairs),
             }
-        yield _row(
+        yield row(
             f"whole requests, batch {batch}",
             batch * output_len / seconds,
             "tok/s",
             "output tokens / time of the batch, prefill included; same weights, same dtype, alternating runs",
-            **extra,
+            **beside,
         )
 
 
@@ -178,7 +166,7 @@ def scheduler_time() -> Iterator[dict[str, Any]]:
             drawn = time.perf_counter()
             scheduler.update(output, tokens)
             times.append(scheduled - start + time.perf_counter() - drawn)
-        yield _row(
+        yield row(
             f"scheduler, {count} running",
             median(times[5:-1]) / count * 1e6,
             "µs",
@@ -193,10 +181,10 @@ def start_and_memory(config: EngineConfig) -> Iterator[dict[str, Any]]:
     start = time.time()
     child = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     how = "new process with a warm page cache; imports, loading and a prefill of 128 tokens included"
-    yield _row("start to first token", child["first_token"] - start, "s", how)
+    yield row("start to first token", child["first_token"] - start, "s", how)
     used, weights = (child["peak"] - child["base"]) / MIB, child["weights"] / MIB
     how = "peak resident memory of loading and of 128 + 32 tokens; bound: the weights as held"
-    yield _row("memory above import torch", used, "MiB", how, bound=weights, share_of_bound=used / weights)
+    yield row("memory above import torch", used, "MiB", how, weights if used else None, less_is_better=True)
 
 
 def _generate(llm: LLM, batch: int, input_len: int, output_len: int) -> list[RequestOutput]:
@@ -219,7 +207,3 @@ def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> 
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return times[1:]
-
-
-def _row(name: str, value: float, unit: str, how: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "how": how, **more}

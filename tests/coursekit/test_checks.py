@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -28,6 +30,10 @@ from coursekit.compare import difference, plain
         ([1, 2, 4], [1, 2, 3], "[2]: 4, not 3"),
         ([1, 2], [1, 2, 3], "2 entries, not 3"),
         (3, [1, 2, 3], "a number came where a list of 3 belongs"),
+        ((1, 2), {"a": 1}, "a tuple came where a dictionary belongs"),
+        ({"a": (1,)}, {"a": {"b": 1}}, "['a']: a tuple came where a dictionary belongs"),
+        (0.12249999999999997, 0.25, "0.1225, not 0.25"),
+        ([0.123456789], [0.123456788], "[0]: 0.123456789, not 0.123456788"),
         ({"a": [1]}, {"a": [2]}, "['a'][0]: 1, not 2"),
         ({"b": 1}, {"a": 1}, "the keys ['b'], not ['a']"),
         (math.nan, math.nan, None),
@@ -55,7 +61,7 @@ def test_a_number_beyond_the_range_of_floats_is_just_wrong() -> None:
 def test_plain_takes_numpy_sets_and_fractions() -> None:
     assert plain(np.arange(3)) == [0, 1, 2]
     assert plain(np.float64(0.5)) == 0.5 and type(plain(np.float64(0.5))) is float
-    assert plain((1, {2, 1})) == [1, [1, 2]]
+    assert plain((1, {2, 1})) == (1, [1, 2])
     assert plain(Fraction(1, 4)) == 0.25
     assert plain(np.bool_(True)) is True
 
@@ -78,6 +84,24 @@ def test_the_message_names_input_value_mistake_and_hint() -> None:
     assert said == "gib(8) should be 8, and came out as 8.59. This looks like: GB instead of GiB. 2**30."
 
 
+def test_numbers_are_shown_with_as_many_digits_as_a_reader_needs() -> None:
+    said = message("f(1)", lambda: {"gap": 0.12249999999999997, "n": (1.0, 15138790656.0)}, {"gap": 0.5, "n": (2, 3)})
+    assert said.startswith(
+        "f(1) should be {'gap': 0.5, 'n': (2, 3)}, and came out as {'gap': 0.1225, 'n': (1, 15138790"
+    )
+    assert "(1,)" in message("f(1)", (1.0,), (2,))
+    assert message("f(1)", 0.3000000004, 0.3, rel_tol=0).startswith("f(1) should be 0.3, and came out as 0.3000000004")
+
+
+def test_the_type_that_came_is_named() -> None:
+    assert "First difference: a tuple came where a dictionary belongs." in message("f(1)", lambda: (1, 2), {"a": 1})
+
+
+def test_of_several_mistakes_the_likeliest_is_named() -> None:
+    said = message("f(1)", 3, 2, mistakes={"first": 4, "second": 3, "third": 3})
+    assert "This looks like: second." in said and "third" not in said
+
+
 def test_a_mistake_that_was_not_made_is_not_mentioned() -> None:
     assert "GiB" not in message("gib(8)", lambda: 7.0, 8.0, mistakes={"GB instead of GiB": 8.59})
 
@@ -94,8 +118,78 @@ def test_unsolved_unnamed_and_raising_answers_become_sentences() -> None:
 
     assert message("f(1)", unsolved, 1).startswith("Not solved yet: f(1)")
     assert "name 'f' is not defined" in message("f(1)", lambda: eval("f(1)", {}), 1)
-    assert message("f(0)", lambda: 1 / 0, 1) == "f(0) raised ZeroDivisionError: division by zero"
     assert "is a `return` missing?" in message("f(1)", lambda: None, 1)
+
+
+def test_an_unsolved_part_is_named_even_where_another_calls_it() -> None:
+    def stub() -> int:
+        raise NotImplementedError("part b: write your answer in place of this line")
+
+    said = message("f(1)", lambda: stub() + 1, 1)
+    assert said.startswith("Not solved yet: f(1) still raises NotImplementedError (part b: write your answer")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    size: int = 1
+
+
+def assigns(frozen: Any) -> None:
+    frozen.size = 2
+
+
+def changes_what_it_goes_over(names: dict[str, int]) -> None:
+    for name in names:
+        del names[name]
+
+
+def forgets(value: int = 1) -> int:
+    return value if value < 0 else forgets.missing  # type: ignore[attr-defined,no-any-return]
+
+
+RAISES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: assigns(Frozen()), "FrozenInstanceError in assigns, at `frozen.size = 2`: cannot assign to field 'size'. "
+                                "This object cannot be assigned to: dataclasses.replace"),
+    (lambda: min([]), "deal with the empty case first"),
+    (lambda: max([]), "deal with the empty case first"),
+    (lambda: [][0], "IndexError: list index out of range. The list has fewer entries"),
+    (lambda: 1 / 0, "ZeroDivisionError: division by zero. The divisor is 0"),
+    (lambda: None + 1, "is a `return` missing?"),  # type: ignore[operator]
+    (lambda: forgets(1, 2), "Keep the arguments as the stub has them."),  # type: ignore[call-arg]
+    (lambda: changes_what_it_goes_over({"a": 1, "b": 2}), "in changes_what_it_goes_over, at `for name in names:`"),
+    (lambda: changes_what_it_goes_over({"a": 1, "b": 2}), "Go over a copy"),
+    (lambda: [1 / divisor for divisor in [0]], "f(1) raised ZeroDivisionError: division by zero."),
+    (forgets, "f(1) raised AttributeError in forgets, at `return value if value < 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, says", RAISES)
+def test_what_is_raised_is_placed_and_explained_and_the_hint_is_kept(call: Callable[[], Any], says: str) -> None:
+    said = message("f(1)", call, 1, hint="Think of the smallest input.")
+    assert says in said and said.startswith("f(1) raised ") and said.endswith("Think of the smallest input.")
+
+
+def test_a_variable_used_too_early_is_no_misspelt_name() -> None:
+    def early() -> int:
+        numbers: list[int] = []
+        for number in numbers:
+            total = number
+        return total
+
+    said = message("f(1)", early, 1)
+    assert said.startswith("f(1) raised UnboundLocalError in early") and "answer cells above" not in said
+
+
+@pytest.mark.parametrize("call", [lambda: 3, lambda: 1 / 0])
+def test_an_earlier_part_that_is_wrong_is_to_be_mended_first(call: Callable[[], Any]) -> None:
+    wrong = {"a": lambda: expect("g(1)", 1, 1), "b": lambda: expect("g(2)", 7, 2), "c": lambda: expect("g(3)", 7, 3)}
+    said = message("f(1)", call, 1, mistakes={"GB": 3}, hint="Think.", earlier=wrong)
+    assert said == "Part b does not pass yet: mend it first. g(2) should be 2, and came out as 7."
+    assert "GB" in message("f(1)", lambda: 3, 1, mistakes={"GB": 3}, earlier={"a": lambda: expect("g(1)", 1, 1)})
+
+
+def test_a_right_value_asks_nothing_of_the_earlier_parts() -> None:
+    expect("f(1)", lambda: 1, 1, earlier={"a": lambda: expect("g(1)", 2, 1)})
 
 
 def test_the_notebook_shows_one_paragraph() -> None:

@@ -13,7 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from coursekit.authoring import UNSOLVED, failures, try_answers
-from coursekit.check import Checked, check, find, report
+from coursekit.check import Checked, Part, check, find, report
 from coursekit.cli import main
 from coursekit.errors import CourseError
 from coursekit.exercise import Exercise
@@ -67,6 +67,13 @@ def test_a_wrong_copy_is_told_what_and_where_to_read(checked: dict[str, Checked]
     text = report(checked["wrong"])
     assert "✗ KV in GiB" in text and "GB instead of GiB" in text and "Read next: chapter 01; book 8.1.2" in text
     assert "1 of 2 parts pass, 3 of 5 points" in text and "4 points, read by your instructor" in text
+
+
+@pytest.mark.parametrize("points, says", [(1, "1 point, read"), (2, "2 points, read"), (0.5, "0.5 points, read")])
+def test_one_point_is_no_points(points: float, says: str) -> None:
+    parts = [Part("Explain", 0.0, points, "open"), Part("Count", 1.0, 1.0, "passed")]
+    text = report(Checked("ex_0_1", "Warming up", parts, []))
+    assert f"{says} by your instructor" in text and text.splitlines()[-2].endswith("1 of 1 point.")
 
 
 def test_edited_and_lost_cells_are_noticed(checked: dict[str, Checked]) -> None:
@@ -164,6 +171,30 @@ def test_normalising_drops_what_chance_put_there() -> None:
     assert cell.outputs[1].text == "ab" and not cell.metadata
     book.cells[0]["id"] = "a-readable-one"
     assert normalised(book).cells[0]["id"] == "a-readable-one"
+
+
+WIDGETS = """
+from ipywidgets import IntSlider, interactive, interactive_output
+slider = IntSlider(3)
+shown = interactive(lambda n: print(n * 2), n=slider)
+display(shown, interactive_output(lambda n: print(n * 3), {"n": slider}))
+slider.value = 7
+print("drawn for", shown.kwargs["n"])
+"""
+
+
+def test_run_leaves_no_widget_state(tmp_path: Path) -> None:
+    """Interactive cells run (nbclient's Output widget needs their state meanwhile), and no trace of them is stored."""
+    path = tmp_path / "chapter.ipynb"
+    path.write_text(nbformat.writes(chapter(WIDGETS, "print(shown.children[0].value)")), "utf-8")
+    ran = run_in_place(path, 60)
+    assert (ran.error, ran.changed) == ("", True)
+    first = path.read_text("utf-8")
+    assert "widget" not in json.dumps([cell.get("outputs") for cell in json.loads(first)["cells"]])
+    assert "widgets" not in json.loads(first)["metadata"] and "model_id" not in first
+    texts = ["".join(output.text for output in cell.outputs) for cell in nbformat.reads(first, 4).cells]
+    assert texts[0].endswith("drawn for 7\n") and texts[1] == "7\n"
+    assert not run_in_place(path, 60).changed and path.read_text("utf-8") == first
 
 
 def course(tmp_path: Path, *arguments: str) -> tuple[int, str, str]:

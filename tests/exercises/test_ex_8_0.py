@@ -10,6 +10,7 @@ import nbformat
 import pytest
 
 from coursekit.authoring import UNSOLVED, failures, try_answers
+from coursekit.exercise import Exercise
 from coursekit.release import out_of_step
 from coursekit.score import ItemResult
 
@@ -38,6 +39,7 @@ WRONG: list[tuple[str, str, str, str]] = [
         "a",
         "weights read for weights resident",
         "def kv_blocks(capacity_gib, model, work_gib, block_size=16):\n"
+        "    from mini_engine.analysis import weight_read_bytes\n"
         "    left = int((capacity_gib - work_gib) * GiB) - weight_read_bytes(model)\n"
         "    return max(0, left) // block_bytes(model, block_size)",
         "bytes read in a round",
@@ -51,6 +53,14 @@ WRONG: list[tuple[str, str, str, str]] = [
         "certainly not fewer than none",
     ),
     (
+        "a",
+        "blocks of 16 only",
+        "def kv_blocks(capacity_gib, model, work_gib, block_size=16):\n"
+        "    left = int((capacity_gib - work_gib) * GiB) - weight_bytes(model)\n"
+        "    return max(0, left) // block_bytes(model)",
+        "block_size is not used",
+    ),
+    (
         "b",
         "last output in KV",
         "def blocks_at_end(prompt, output, block_size=16):\n    return -(-(prompt + output) // block_size)",
@@ -61,6 +71,18 @@ WRONG: list[tuple[str, str, str, str]] = [
         "not rounded up",
         "def blocks_at_end(prompt, output, block_size=16):\n    return (prompt + output - 1) // block_size",
         "not rounded up",
+    ),
+    (
+        "b",
+        "always one more",
+        "def blocks_at_end(prompt, output, block_size=16):\n    return (prompt + output - 1) // block_size + 1",
+        "// 16 + 1 does not round up, it always adds",
+    ),
+    (
+        "b",
+        "blocks of 16 only",
+        "def blocks_at_end(prompt, output, block_size=16):\n    return -(-(prompt + output - 1) // 16)",
+        "block_size is not used",
     ),
     (
         "c",
@@ -95,6 +117,16 @@ WRONG: list[tuple[str, str, str, str]] = [
         "as many gaps as tokens",
     ),
     (
+        "d",
+        "longest of no gaps",
+        "def user_figures(arrival, token_times):\n"
+        "    gaps = [b - a for a, b in zip(token_times, token_times[1:])]\n"
+        "    longest = max(gaps)\n"
+        '    return {"ttft": token_times[0] - arrival, "longest_gap": longest, "total": token_times[-1] - arrival,\n'
+        '            "gaps": len(gaps)}',
+        "of a request of one token raised ValueError in user_figures, at `longest = max(gaps)`",
+    ),
+    (
         "e",
         "256 gaps",
         "def bearable_queue(prefill_s, gap_s, outputs, deadline_s, inserted=0, mixed_s=None):\n"
@@ -109,6 +141,14 @@ WRONG: list[tuple[str, str, str, str]] = [
         "    extra = prefill_s if mixed_s is None else mixed_s\n"
         "    return deadline_s - prefill_s - (outputs - 1) * gap_s - inserted * extra",
         "added on top of the gap",
+    ),
+    (
+        "e",
+        "never late",
+        "def bearable_queue(prefill_s, gap_s, outputs, deadline_s, inserted=0, mixed_s=None):\n"
+        "    extra = prefill_s if mixed_s is None else mixed_s - gap_s\n"
+        "    return max(0, deadline_s - prefill_s - (outputs - 1) * gap_s - inserted * extra)",
+        "a negative answer is cut off at 0",
     ),
     (
         "f",
@@ -128,13 +168,21 @@ WRONG: list[tuple[str, str, str, str]] = [
         "    return counts(run, once)" + COUNTS,
         "policy is not handed to the scheduler",
     ),
+    (
+        "f",
+        "frozen config assigned to",
+        "def admission_cost(admission, workload, config):\n    config.admission = admission\n"
+        "    run = simulate(workload, config, BOOK_STEP)\n    return counts(run, 0)" + COUNTS,
+        "raised FrozenInstanceError in admission_cost, at `config.admission = admission`",
+    ),
 ]
 # Answers that satisfy every visible check and are caught on unseen inputs.
 NARROW = {
     "answer-a": "def kv_blocks(capacity_gib, model, work_gib, block_size=16):\n"
     "    left = int((capacity_gib - work_gib) * GiB) - weight_bytes(QWEN3_8B)\n"
-    "    return max(0, left) // block_bytes(QWEN3_8B)",
-    "answer-b": "def blocks_at_end(prompt, output, block_size=16):\n    return -(-(prompt + output - 1) // 16)",
+    "    return max(0, left) // block_bytes(QWEN3_8B, block_size)",
+    "answer-b": "def blocks_at_end(prompt, output, block_size=16):\n"
+    "    return {(241, 16): 143, (256, 16): 144, (4, 16): 1, (256, 64): 36}.get((output, block_size), 0)",
     "answer-f": "def admission_cost(admission, workload, config):\n"
     '    return {"preempt": {"most_running": 42, "preemptions": 5, "recomputed": 10845},\n'
     '            "reserve": {"most_running": 37, "preemptions": 0, "recomputed": 0}}[admission]',
@@ -164,6 +212,23 @@ def test_a_usual_mistake_is_named(runs: Results, part: str, name: str, says: str
     messages = failures(runs[f"{part}: {name}"])
     assert list(messages) == [f"check-{part}"], "one wrong answer spoils its own part and no other"
     assert says in messages[f"check-{part}"]
+
+
+def test_an_answer_that_raises_is_told_what_that_usually_means_and_the_hint(runs: Results) -> None:
+    empty = failures(runs["d: longest of no gaps"])["check-d"]
+    assert "deal with the empty case first" in empty and "TTFT = t_1 - t_a" in empty
+    assert "dataclasses.replace makes a changed copy" in failures(runs["f: frozen config assigned to"])["check-f"]
+
+
+def test_numbers_in_a_message_are_rounded(runs: Results) -> None:
+    message = failures(runs["d: 256 gaps"])["check-d"]
+    assert "'longest_gap': 0.1225," in message and "0.12249" not in message
+
+
+def test_the_set_up_holds_no_answers() -> None:
+    setup = next(cell.source for cell in Exercise.load(SOLUTION).cells("setup"))
+    answers = ("blocks_needed", "longest_gap", "pool_blocks", "request_timeline", "tokens_computed", "total_seconds")
+    assert [name for name in answers if name in setup] == []
 
 
 def test_answers_made_for_the_visible_inputs_fail_on_others(runs: Results) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from coursekit.authoring import UNSOLVED, failures, try_answers
 from coursekit.exercise import Exercise
+from coursekit.release import release_notebook
 from coursekit.score import ItemResult
 
 SOLUTION = Path(__file__).parents[2] / "solutions" / "ex_8_1_reads_and_capacity.ipynb"
@@ -23,6 +25,9 @@ FITS_AND_MEETS = (
     "(requests_that_fit(pool_bytes, kv_bytes_per_token, prompt, output), (n := crossover(D_w, k, prompt)), "
 )
 BOUND = "def compute_bound_from(flops, peak, weight_bytes, kv_bytes, bandwidth):\n    return "
+QUOTIENT = "weight_bytes / bandwidth / (flops / peak - kv_bytes / bandwidth)"
+GAIN = "{} if flops / peak > kv_bytes / bandwidth else None"
+DIFFERENCES = "(bytes_large - bytes_small) / (seconds_large - seconds_small)"
 MARGINAL = "def marginal_tb_per_s(bytes_small, seconds_small, bytes_large, seconds_large):\n    return "
 
 # name of the mistake: (part, the answer, words of the hint that fits)
@@ -37,7 +42,13 @@ WRONG = {
     "whole round": (
         "a", READ + "(weight_bytes + batch * context * kv_bytes_per_token) / GiB", "whole round is counted",
     ),
+    "MiB": (
+        "a", READ + "(weight_bytes / batch + context * kv_bytes_per_token) / 2**20", "MiB (2**20) are returned",
+    ),
     "rounded down": ("b", CROSSOVER + "weight_bytes // (context * kv_bytes_per_token)", "rounded down"),
+    "rounded to the nearest": (
+        "b", CROSSOVER + "round(weight_bytes / (context * kv_bytes_per_token))", "rounded to the nearest",
+    ),
     "not rounded": ("b", CROSSOVER + "weight_bytes / (context * kv_bytes_per_token)", "not rounded at all"),
     "one added": ("b", CROSSOVER + "weight_bytes // (context * kv_bytes_per_token) + 1", "one is added"),
     "resident weights": (
@@ -60,6 +71,12 @@ WRONG = {
         "e", BOUND + "math.ceil(weight_bytes / bandwidth / (flops / peak - kv_bytes / bandwidth))", "be negative",
     ),
     "bytes for time": ("e", BOUND + "math.ceil(weight_bytes / kv_bytes)", "bytes with bytes"),
+    "batch rounded down": ("e", BOUND + GAIN.format(f"math.floor({QUOTIENT})"), "rounded down, or to the nearest"),
+    "batch rounded": ("e", BOUND + GAIN.format(f"round({QUOTIENT})"), "rounded down, or to the nearest"),
+    "batch not rounded": ("e", BOUND + GAIN.format(QUOTIENT), "the quotient is not rounded"),
+    "bytes a second": ("f", MARGINAL + DIFFERENCES, "bytes a second are returned"),
+    "GB a second": ("f", MARGINAL + DIFFERENCES + " / 1e9", "GB (10**9) a second"),
+    "sign": ("f", MARGINAL + "-" + DIFFERENCES + " / 1e12", "small less large"),
     "average": ("f", MARGINAL + "bytes_large / seconds_large / 1e12", "an average"),
     "TiB": ("f", MARGINAL + "(bytes_large - bytes_small) / (seconds_large - seconds_small) / 2**40", "TiB (2**40)"),
     "typed in": ("b", CROSSOVER + "{2048: 51, 8192: 13}.get(context, 8)", ""),
@@ -88,6 +105,32 @@ def test_the_check_names_the_mistake(runs: dict[str, dict[str, ItemResult]], nam
     part, _, hint = WRONG[name]
     messages = failures(runs[name])
     assert hint in messages[f"check-{part}"]
+    assert messages[f"check-{part}"].count("This looks like") == 1
+
+
+@pytest.mark.parametrize("name, part", [("rounded down", "b"), ("prefill only", "c")])
+def test_a_part_built_on_a_wrong_one_says_which_to_mend_first(
+    runs: dict[str, dict[str, ItemResult]], name: str, part: str
+) -> None:
+    messages = failures(runs[name])
+    assert messages["check-d"].startswith(f"Part {part} does not pass yet: mend it first.")
+    assert set(messages) == {f"check-{part}", "check-d"} and "looks like" not in messages["check-d"]
+
+
+def test_a_wrong_part_is_judged_by_itself_where_the_earlier_ones_are_right(
+    runs: dict[str, dict[str, ItemResult]],
+) -> None:
+    assert "mend it first" not in failures(runs["pool in GB"])["check-d"]
+
+
+def test_the_guess_is_not_given_away() -> None:
+    """Whoever reads part d from its question to its hint learns the answer only on opening the fold."""
+    cells = release_notebook(Exercise.load(SOLUTION)).cells
+    ids = [cell["id"] for cell in cells]
+    read = "\n".join(cell.source for cell in cells[ids.index("part-d") : ids.index("part-e")])
+    open_to_all = re.sub(r"<details>.*?</details>", "", read, flags=re.S)
+    assert "Memory binds first" in read
+    assert not re.search(r"Memory binds first|\b(37|51|10|13|16\.1|15\.1)\b", open_to_all.replace("10**9", ""))
 
 
 def test_only_the_wrong_part_fails(runs: dict[str, dict[str, ItemResult]]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from coursekit.authoring import UNSOLVED, failures, try_answers
+from coursekit.exercise import Exercise
 from coursekit.one_round import scheduled_round
+from coursekit.release import release_notebook
 from coursekit.score import ItemResult
 
 SOLUTION = Path(__file__).resolve().parents[2] / "solutions" / "ex_8_2_chunk_from_gap.ipynb"
@@ -87,6 +90,8 @@ WRONG = {
                           "sees the whole budget"),
     "whole prompts": ("c", FILL.format(order=DECODES_FIRST, tokens="min(left, threshold) if left <= budget"
                                        " or left > 999 else 0", taken="tokens"), "overtakes"),
+    "prompts deleted": ("c", "def fill_round(decoding, prompts, budget, threshold):\n    for name in prompts:\n"
+                        "        del prompts[name]\n", "raised RuntimeError in fill_round, at `for name in prompts:`"),
     "no decodes": ("d", CHUNK.format("[(chunk + 1, history)]", "<=", ""), "who decode in the same round"),
     "no context": ("d", CHUNK.format("[*((1, c) for c in decoding), (chunk + 1, 0)]", "<=", ""), "cached tokens"),
     "rounded up": ("d", CHUNK.format("[*((1, c) for c in decoding), (chunk + 1, history)]", "<=", " + 1"),
@@ -99,6 +104,9 @@ WRONG = {
     "shortest gap": ("e", READERS.format("longest", "longest", RIGHT_KEY), "shortest gap decides"),
     "closest": ("e", READERS.format("longest", "queue", RIGHT_KEY).replace("else None", 'else rows[0]["budget"]'),
                 "although it breaks the promise"),
+    "shorter than": ("e", READERS.format("longest", "queue", RIGHT_KEY).replace("<=", "<"), "exactly gap_ms is taken"),
+    "shortest of none": ("e", READERS.format("longest", "queue", RIGHT_KEY).replace(" if kept else None", ""),
+                         "for_readers(record, 25) raised ValueError in for_readers, at `return min(kept,"),
     "gaps for newcomers": ("e", READERS.format("longest", "queue", 'row["longest"]'), "the gaps decide"),
 }  # fmt: skip
 
@@ -122,7 +130,37 @@ def test_solved(runs: dict[str, dict[str, ItemResult]]) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_a_usual_mistake_is_recognised(name: str, runs: dict[str, dict[str, ItemResult]]) -> None:
     part, _, says = WRONG[name]
-    assert says in failures(runs[name])[f"check-{part}"]
+    message = failures(runs[name])[f"check-{part}"]
+    assert says in message
+    assert message.count("This looks like") == ("raised" not in message), "one diagnosis, the likeliest"
+
+
+def test_an_answer_that_raises_is_told_what_that_usually_means_and_the_hint(
+    runs: dict[str, dict[str, ItemResult]],
+) -> None:
+    message = failures(runs["shortest of none"])["check-e"]
+    assert "deal with the empty case first" in message and "None of the rows promises it" in message
+    message = failures(runs["prompts deleted"])["check-c"]
+    assert "Go over a copy" in message and "lower the budget" in message
+
+
+@pytest.mark.parametrize("name, part, later", [("not itself", "a", "b"), ("no history", "a", "bd"),
+                                               ("base each", "b", "d"), ("no pairs", "b", "d")])  # fmt: skip
+def test_a_part_built_on_a_wrong_one_says_which_to_mend_first(
+    name: str, part: str, later: str, runs: dict[str, dict[str, ItemResult]]
+) -> None:
+    messages = failures(runs[name])
+    assert set(messages) == {f"check-{each}" for each in part + later}
+    for each in later:
+        assert messages[f"check-{each}"].startswith(f"Part {part} does not pass yet: mend it first.")
+        assert "looks like" not in messages[f"check-{each}"]
+
+
+def test_the_stubs_have_no_stray_blank_line() -> None:
+    answers = [
+        cell.source for cell in release_notebook(Exercise.load(SOLUTION)).cells if cell["id"].startswith("answer")
+    ]
+    assert [source for source in answers if re.search(r"\n\n *raise", source)] == []
 
 
 def test_checks_alone_never_decide(runs: dict[str, dict[str, ItemResult]]) -> None:

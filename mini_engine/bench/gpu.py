@@ -1,27 +1,27 @@
-"""What the kernels make of a GPU, as JSON: `python -m mini_engine.kernels.bench_gpu`. Ends at once where there is none.
+"""What the kernels make of a GPU: the rows that `mini-engine bench --device cuda` adds to its report.
 
     decode attention   share of peak bandwidth, from the SLOPE of time over bytes between two context lengths: what a
                        launch costs is in both points and falls out; one point would blame it on the bandwidth
+    decode step        of Qwen3-8B with random weights, one sequence of 2048 tokens, launched kernel by kernel and from
+                       a CUDA graph, against the least time in which weights, keys and values can be read
     prefill            model FLOPs utilisation (MFU) of one chunk: 2 FLOPs a parameter and token, and the attention
-    decode step        of Qwen3-8B with random weights, one sequence of 2048 tokens, against the least time in which the
-                       weights and its keys and values can be read
 
-Eager: every kernel launched from Python. Sources: the floor is book 8.2.1's; MFU as in Chowdhery et al. 2022 (PaLM).
+Under ten minutes on any card of the table; needs about 20 GB. Sources: the floor is book 8.2.1's; MFU as in Chowdhery
+et al. 2022 (PaLM).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from mini_engine.batch import Batch
+from mini_engine.bench.rows import row
 from mini_engine.checkpoint import expected_shapes
 from mini_engine.config import ModelConfig
+from mini_engine.graphs import DecodeGraphs, Run, Shape
 from mini_engine.kernels.gpus import GPU, GPUS, OTHER_CARDS
 from mini_engine.kernels.specimens import MODELS
 from mini_engine.kv_cache import KVCache
@@ -34,19 +34,16 @@ Timer = Callable[[Callable[[], Any]], float]  # seconds of one call
 BLOCK_SIZE = 16
 CONTEXTS = (2048, 8192)
 CHUNK = 2048
+BOOK_STEP = ("the book's eager step", 26.26)  # ms, batch 1, 2048 tokens, RTX PRO 6000 (experiment 8-1)
 
 
-def report(device: torch.device, timer: Timer) -> dict[str, Any]:
-    """All figures. Under ten minutes on any GPU of the table; needs about 20 GB."""
+def rows(device: torch.device, timer: Timer) -> Iterator[dict[str, Any]]:
+    """All figures, in the format of `bench.rows.row`."""
     card = find_gpu(torch.cuda.get_device_name(device))
     model = MODELS["Qwen3-8B"]
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
-        "peak_of": card.card if card else None,
-        "decode_attention": [decode_attention(model, batch, CONTEXTS, device, timer, card) for batch in (1, 16, 64)],
-        "steps": steps(model, device, timer, card),
-    }
+    for num_seqs in (1, 16, 64):
+        yield decode_attention(model, num_seqs, CONTEXTS, device, timer, card)
+    yield from steps(model, CHUNK, device, timer, card)
 
 
 def find_gpu(name: str) -> GPU | None:
@@ -65,61 +62,72 @@ def decode_attention(
     q = torch.randn(num_seqs, heads, dim, device=device, dtype=torch.bfloat16)
     seconds = []
     for context in contexts:
-        attention = TritonAttention(uniform_batch(num_seqs, 1, context, device), dim**-0.5, torch.bfloat16)
+        batch = uniform_batch(num_seqs, 1, context).to(device)
+        attention = TritonAttention(batch, dim**-0.5, torch.bfloat16)
         seconds.append(timer(lambda run=attention: run(q, *caches)))  # type: ignore[misc]
-    bandwidth = (num_bytes[1] - num_bytes[0]) / (seconds[1] - seconds[0])
-    return {
-        "batch": num_seqs,
-        "contexts": contexts,
-        "us": [second * 1e6 for second in seconds],
-        "kv_bytes": num_bytes,
-        "slope_bytes_per_s": bandwidth,
-        "share_of_peak": bandwidth / card.bandwidth if card else None,
-    }
+    rate = (num_bytes[1] - num_bytes[0]) / (seconds[1] - seconds[0])
+    return row(
+        f"decode attention, batch {num_seqs}",
+        rate / 1e12,
+        "TB/s",
+        f"bytes of K and V over time, between contexts of {contexts[0]} and {contexts[1]}; one layer of the model",
+        bound=card.bandwidth / 1e12 if card else None,
+        us=[second * 1e6 for second in seconds],
+    )
 
 
-def steps(model: ModelConfig, device: torch.device, timer: Timer, card: GPU | None) -> dict[str, Any]:
-    """One decode step, and the prefill of one chunk, of the whole model with random weights."""
+def steps(
+    model: ModelConfig,
+    context: int,
+    device: torch.device,
+    timer: Timer,
+    card: GPU | None,
+    capture: Callable[[Run], Run] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """One decode step, without and with a graph, and the prefill of `context` tokens; random bf16 weights."""
     dtype = torch.bfloat16
-    decoder = Decoder(model, RandomCheckpoint(model), dtype, device, max_model_len=2 * CHUNK)
-    kv = KVCache(model, 2 + CHUNK // BLOCK_SIZE, BLOCK_SIZE, dtype, device)
+    decoder = Decoder(model, RandomCheckpoint(model), dtype, device, max_model_len=2 * context)
+    kv = KVCache(model, 2 + context // BLOCK_SIZE, BLOCK_SIZE, dtype, device)
     ops = TritonOps()
 
-    def step(query_len: int) -> float:
-        batch = uniform_batch(1, query_len, CHUNK, device)
-        attention = ops.attention(batch, BLOCK_SIZE, decoder.scale, dtype)
-        with torch.inference_mode():
-            return timer(lambda: decoder.forward(batch, kv, attention, ops))
+    def forward(batch: Batch) -> torch.Tensor:
+        return decoder.forward(batch, kv, ops.attention(batch, BLOCK_SIZE, decoder.scale, dtype), ops)
 
-    decode, prefill = step(1), step(CHUNK)
-    read = model.weight_read_bytes("bfloat16") + CHUNK * model.kv_bytes_per_token("bfloat16")
-    pairs = CHUNK * (CHUNK + 1) // 2
-    # Only the last token's logits are computed, so the embedding's parameters do no work for the others.
-    flops = (
-        2 * CHUNK * model.num_hidden_layers * model.layer_params + 4 * pairs * model.q_size * model.num_hidden_layers
+    decode, prefill = uniform_batch(1, 1, context), uniform_batch(1, context, context)
+    read = model.weight_read_bytes("bfloat16") + context * model.kv_bytes_per_token("bfloat16")
+    floor = read / card.bandwidth * 1e3 if card else None
+    graphs = DecodeGraphs(forward, BLOCK_SIZE, 1, context, device, capture)
+    how = f"batch 1, {context} tokens; bound: weights and KV read once"
+    with torch.inference_mode():
+        eager = timer(lambda: forward(decode.to(device))) * 1e3
+        replayed = timer(lambda: graphs.run(decode, Shape(1, context))) * 1e3
+        chunk = timer(lambda: forward(prefill.to(device)))
+    yield row("decode step, eager", eager, "ms", how, floor, BOOK_STEP, less_is_better=True)
+    yield row("decode step, CUDA graph", replayed, "ms", how, floor, ("eager", eager), less_is_better=True)
+    # Only the last token's logits are computed, so the vocabulary's parameters do no work for the others.
+    pairs, layers = context * (context + 1) // 2, model.num_hidden_layers
+    flops = 2 * context * layers * model.layer_params + 4 * pairs * model.q_size * layers
+    yield row(
+        "prefill, one chunk",
+        flops / chunk / 1e12,
+        "TFLOP/s",
+        f"{context} tokens of one sequence; bound: the card's dense bf16 peak, so the share is the MFU",
+        card.bf16_flops / 1e12 if card else None,
     )
-    return {
-        "decode_ms": decode * 1e3,
-        "decode_floor_ms": read / card.bandwidth * 1e3 if card else None,
-        "decode_bytes_per_s": read / decode,
-        "prefill_ms": prefill * 1e3,
-        "prefill_flops_per_s": flops / prefill,
-        "prefill_mfu": flops / prefill / card.bf16_flops if card else None,
-    }
 
 
-def uniform_batch(num_seqs: int, query_len: int, context: int, device: torch.device) -> Batch:
-    """Sequences of `context` tokens whose last query_len are new; block ids shuffled over the pool."""
+def uniform_batch(num_seqs: int, query_len: int, context: int) -> Batch:
+    """Sequences of `context` tokens whose last query_len are new; block ids shuffled over the pool. On the host."""
     blocks = -(-context // BLOCK_SIZE)
     order = torch.randperm(num_seqs * blocks, generator=torch.Generator().manual_seed(0)) + 1
     block_table = order.view(num_seqs, blocks)
     positions = torch.arange(context - query_len, context).repeat(num_seqs)
-    rows = torch.arange(num_seqs).repeat_interleave(query_len)
+    seqs = torch.arange(num_seqs).repeat_interleave(query_len)
     starts = torch.arange(0, num_seqs * query_len + 1, query_len)
-    batch = Batch(
+    return Batch(
         input_ids=torch.zeros(num_seqs * query_len, dtype=torch.int64),
         positions=positions,
-        slot_mapping=block_table[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        slot_mapping=block_table[seqs, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         query_start_loc=starts.int(),
         seq_lens=torch.full((num_seqs,), context, dtype=torch.int32),
         block_table=block_table.int(),
@@ -130,13 +138,13 @@ def uniform_batch(num_seqs: int, query_len: int, context: int, device: torch.dev
         query_lens=(query_len,) * num_seqs,
         context_lens=(context - query_len,) * num_seqs,
     )
-    return batch.to(device)
 
 
 class RandomCheckpoint:
     """Weights of the right shapes and no meaning: the time of a step does not depend on their values."""
 
     eos_token_ids: frozenset[int] = frozenset()
+    revision = "random"
 
     def __init__(self, config: ModelConfig):
         self.name, self.config, self.shapes = "random", config, expected_shapes(config)
@@ -172,16 +180,3 @@ def cuda_timer(call: Callable[[], Any]) -> float:
     from triton.testing import do_bench
 
     return do_bench(call, warmup=100, rep=500, return_mode="median") / 1e3
-
-
-def main() -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    if not torch.cuda.is_available():
-        print(f"skipped: no CUDA device (PyTorch {torch.__version__})", file=sys.stderr)
-        return 0
-    print(json.dumps(report(torch.device("cuda"), cuda_timer), indent=1))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
