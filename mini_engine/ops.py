@@ -117,7 +117,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean in float32."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (x * scale).to(x.dtype) * weight
+    return (x * scale).to(x.dtype).mul_(weight)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
