@@ -2,7 +2,8 @@
 
     position p of a sequence  ->  block_table[p // block_size], offset p % block_size
 
-A block table only grows, full blocks never change, and sharing is a reference count (`block_pool.py`).
+A block table only grows, full blocks never change, and sharing is a reference count (`block_pool.py`). A sequence that
+ends while a submitted step still computes it keeps its blocks until that step has landed: they are "in flight".
 
 Source: PagedAttention (Kwon et al. 2023); vLLM V1.
 """
@@ -12,18 +13,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from mini_engine.block_pool import NULL_BLOCK, Block, BlockCopy, BlockPool, hash_block
+from mini_engine.block import Block, BlockCopy
+from mini_engine.block_pool import NULL_BLOCK, BlockPool
+from mini_engine.cache_key import CacheKey, hash_block
+from mini_engine.eviction import EvictionPolicy
 from mini_engine.sequence import Sequence
 
 
 class BlockManager:
-    """Gives blocks to sequences, shares them, and takes them back."""
+    """Gives blocks to sequences, shares them, and takes them back.
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    cache_key: what all prefixes have in common besides their tokens; a request adds its salt.
+    in_flight: ended sequences whose blocks a submitted step still reads or writes.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        eviction_policy: EvictionPolicy | None = None,
+        cache_key: CacheKey | None = None,
+    ):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
+        self.cache_key = cache_key or CacheKey()
+        self.in_flight: list[Sequence] = []
+        self.pool = BlockPool(num_blocks, eviction_policy)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -42,15 +59,19 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return []
         hits: list[Block] = []
-        parent_hash = None
+        parent: int | CacheKey = self.root(seq)
         for i in range((seq.num_tokens - 1) // self.block_size):
-            block_hash, tokens = self._hash_of(seq, i)
-            block = self.pool.find(block_hash, parent_hash, tokens)
+            block_hash, tokens = self.hash_of(seq, i)
+            block = self.pool.find(block_hash, parent, tokens)
             if block is None:
                 break
             hits.append(block)
-            parent_hash = block_hash
+            parent = block_hash
         return hits
+
+    def root(self, seq: Sequence) -> CacheKey:
+        """What the hash chain of `seq` starts from."""
+        return self.cache_key if seq.cache_salt is None else self.cache_key._replace(salt=seq.cache_salt)
 
     def num_shared(self, hits: list[Block]) -> int:
         """How many of the found blocks are in use anyway, so that taking them needs no free block."""
@@ -63,7 +84,7 @@ class BlockManager:
         prefill takes, so that two long prompts cannot each be half admitted and then thrash.
         """
         for block in hits:
-            self.pool.share(block)
+            self.pool.reuse(block)
         seq.block_table = [block.block_id for block in hits]
         seq.num_computed_tokens = len(hits) * self.block_size
         for _ in range(self.blocks_for(seq.num_tokens) - len(hits)):
@@ -76,8 +97,8 @@ class BlockManager:
         the pool has too few free blocks.
         """
         table = seq.block_table
+        missing = -(-num_tokens // self.block_size) - len(table)
         copy_tail = self.needs_copy(seq)
-        missing = self.blocks_for(num_tokens) - len(table)
         if missing <= 0 and not copy_tail:
             return ()
         if missing + copy_tail > self.pool.num_free:
@@ -109,30 +130,42 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         for i in range(first, last):
-            block_hash, tokens = self._hash_of(seq, i)
-            parent_hash = seq.block_hashes[i - 1] if i else None
+            block_hash, tokens = self.hash_of(seq, i)
             block = self.pool.blocks[seq.block_table[i]]
             if block.block_hash is None:
-                self.pool.remember(block, block_hash, parent_hash, tokens)
+                self.pool.remember(block, block_hash, self._parent(seq, i), tokens, i)
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks of `seq` back, the last one first, so that the start of a prefix outlives its end."""
         self.pool.release([self.pool.blocks[block_id] for block_id in reversed(seq.block_table)])
         seq.block_table = []
 
+    def free_when_landed(self, seq: Sequence) -> None:
+        """Take the blocks of `seq` back when its last step has landed: that step still reads and writes them."""
+        self.in_flight.append(seq)
+
+    def land(self, step: int) -> None:
+        """All steps up to `step` have landed: blocks that only they still needed become free."""
+        landed = [seq for seq in self.in_flight if seq.last_step <= step]
+        self.in_flight = [seq for seq in self.in_flight if seq.last_step > step]
+        for seq in landed:
+            self.free(seq)
+
     def reset_prefix_cache(self) -> bool:
         """Forget every known prefix. Refuses (False) while any block is in use."""
         if self.pool.num_free != self.num_usable_blocks:
             return False
-        for block in list(self.pool.cached.values()):
-            self.pool.forget(block)
+        self.pool.forget_all()
         return True
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """The specification of a correct state; `sequences` are all that are alive. Raises AssertionError.
 
+        A block in flight is neither free nor owned: the ended sequence that had it still counts as a reference.
         Tests call this after every step.
         """
+        sequences = [*sequences, *self.in_flight]
+        assert len(set(sequences)) == len(sequences), f"a sequence is alive and in flight, or twice: {sequences}"
         owners = [0] * self.num_blocks
         for seq in sequences:
             assert NULL_BLOCK not in seq.block_table, f"{seq} owns the null block"
@@ -165,11 +198,14 @@ class BlockManager:
                 assert tokens == content, f"{seq}: block {i} is another's"
                 assert start + self.block_size <= seq.num_computed_tokens, f"{seq}: block {i} is hashed, not computed"
 
-    def _hash_of(self, seq: Sequence, i: int) -> tuple[int, tuple[int, ...]]:
+    def hash_of(self, seq: Sequence, i: int) -> tuple[int, tuple[int, ...]]:
         """Hash and tokens of the i-th block of `seq`, which is full. Hashes are kept on the sequence."""
         start = i * self.block_size
         tokens = seq.block_content(start, start + self.block_size)
         if i == len(seq.block_hashes):
-            parent = seq.block_hashes[i - 1] if i else None
-            seq.block_hashes.append(hash_block(parent, tokens, seq.cache_salt))
+            seq.block_hashes.append(hash_block(self._parent(seq, i), tokens))
         return seq.block_hashes[i], tokens
+
+    def _parent(self, seq: Sequence, i: int) -> int | CacheKey:
+        """What the hash of the i-th block builds on."""
+        return seq.block_hashes[i - 1] if i else self.root(seq)

@@ -24,10 +24,12 @@ _NAMES_SHOWN = 3
 class Checkpoint(Protocol):
     """An opened model. Its tensors have been checked against its config; none has been read.
 
-    name: what to show a person. eos_token_ids: every token that ends a text or a turn.
+    name: what to show a person. revision: another one when the weight files are replaced.
+    eos_token_ids: every token that ends a text or a turn.
     """
 
     name: str
+    revision: str
     config: ModelConfig
     eos_token_ids: frozenset[int]
 

@@ -1,4 +1,4 @@
-"""The `mini-engine` command: generate, info, bench, kernels, simulate.
+"""The `mini-engine` command: generate, info, bench, ledger, kernels, simulate, policies.
 
 Exit status: 0 done, 1 nothing wrong with the command but the answer is no, 2 a refusal, 130 interrupted.
 """
@@ -43,8 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_info(commands)
     _add_bench(commands)
+    _add_ledger(commands)
     _add_kernels(commands)
     _add_simulate(commands)
+    _add_policies(commands)
     return parser
 
 
@@ -159,10 +161,41 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 def _bench(args: argparse.Namespace) -> int:
     import json
 
-    from mini_engine.bench.measure import run, table
+    import torch
 
+    from mini_engine.bench.measure import run
+    from mini_engine.bench.rows import table
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(f"skipped: no CUDA device (PyTorch {torch.__version__})", file=sys.stderr)
+        return 0
     report = run(_engine_config(args), args.input_len, args.output_len, args.repeats, peers=not args.no_peers)
     print(json.dumps(report, indent=2) if args.json else table(report))
+    return 0
+
+
+def _add_ledger(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "ledger",
+        help="write docs/performance.md from the JSON of benches",
+        description="Write the ledger of measured figures from bench reports, and from what was tried without gain.",
+        epilog="example: mini-engine ledger docs/bench --out docs/performance.md",
+    )
+    parser.add_argument("directory", metavar="DIR", help="holds the reports, *.json, and tried.toml")
+    parser.add_argument("--out", metavar="FILE.md", help="where to write (default: standard output)")
+    parser.set_defaults(run=_ledger)
+
+
+def _ledger(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mini_engine.bench.ledger import ledger
+
+    text = ledger(Path(args.directory))
+    if args.out:
+        Path(args.out).write_text(text)
+    else:
+        print(text, end="")
     return 0
 
 
@@ -190,6 +223,19 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
     )
     simulator.add_arguments(parser)
     parser.set_defaults(run=simulator.run)
+
+
+def _add_policies(commands: argparse._SubParsersAction) -> None:
+    from mini_engine.simulator import policies
+
+    parser = commands.add_parser(
+        "policies",
+        help="compare eviction policies and a host tier on a trace",
+        description="Replay a trace's prompts against the real block pool under several eviction policies.",
+        epilog="example: mini-engine policies --pool-gib 16 --host-gib 64 --admission second_sight",
+    )
+    policies.add_arguments(parser)
+    parser.set_defaults(run=policies.run)
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:

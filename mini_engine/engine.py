@@ -10,17 +10,22 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from mini_engine.batch import logits_rows
+from mini_engine.cache_key import CacheKey, rope_rule
 from mini_engine.config import EngineConfig
 from mini_engine.errors import RequestError
 from mini_engine.output_processor import RequestOutput, RequestState
+from mini_engine.pipeline import Flight, Pipeline
 from mini_engine.runner import ModelRunner
-from mini_engine.sampler import SamplerOutput, sample
+from mini_engine.sampler import SamplerOutput, TokenLogprobs, sample
 from mini_engine.scheduler import Scheduler, SchedulerOutput
 from mini_engine.sequence import SamplingParams, Sequence, SequenceStatus
 from mini_engine.weights import open_checkpoint
 
 Prompt = str | Mapping[str, Any]
+Draw = tuple[Sequence, int, TokenLogprobs | None]
 
 
 class LLMEngine:
@@ -37,8 +42,15 @@ class LLMEngine:
             self.model_config = checkpoint.config
             self.eos_token_ids = checkpoint.eos_token_ids
             self.tokenizer = checkpoint.tokenizer()
-            self.runner = ModelRunner(config, checkpoint)
-        self.scheduler = Scheduler(config.scheduler_config(self.runner.max_model_len, self.runner.num_blocks))
+            self.runner = runner = ModelRunner(config, checkpoint)
+            kv_format = str(runner.kv.k.dtype).removeprefix("torch.")
+            model = f"{checkpoint.name} {checkpoint.revision} in {runner.dtype}"
+        self.scheduler = Scheduler(
+            config.scheduler_config(runner.max_model_len, runner.num_blocks, runner.num_host_blocks),
+            CacheKey(model, position_rule=rope_rule(self.model_config), kv_format=kv_format),
+        )
+        self._pipeline = Pipeline(runner) if config.async_scheduling else None
+        self._in_flight: Flight | None = None
         self.requests: dict[str, RequestState] = {}
 
     def add_request(
@@ -84,7 +96,8 @@ class LLMEngine:
         return request.record
 
     def abort(self, request_id: str) -> None:
-        """End a request now; its blocks are free on return. Unknown ids, and finished ones, are ignored."""
+        """End a request now. Its blocks are free on return, or, if a step in flight computes it, when that has landed.
+        Unknown ids, and finished ones, are ignored."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             for seq in list(request.sequences.values()):
@@ -92,37 +105,95 @@ class LLMEngine:
                 request.close(seq, self.clock())
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.requests)
+        """Whether there is something left to do for `step()`: requests, or a step in flight."""
+        return bool(self.requests) or self._in_flight is not None
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the records of the requests that got a token, in the order of the batch.
 
         If the forward pass fails or is interrupted, every request is computed anew by the next steps.
         """
-        output = self.scheduler.schedule()
+        if self._pipeline is not None:
+            return self._step_in_flight(self._pipeline)
+        output = self._schedule()
         if not output.scheduled:
             return []
-        now = self.clock()
-        for seq, _, _ in output.scheduled:
-            self.requests[seq.request_id].scheduled(now)
         try:
-            logits = self.runner.execute(output)
-            drawn = sample(logits, logits_rows(output), [seq for seq, _ in output.sampled], self.config.seed)
+            drawn = self._sample(self.runner.execute(output), output)
         except BaseException:
             self.scheduler.undo(output)
             raise
-        self.scheduler.update(output, drawn.tokens)
-        return self._collect(output, drawn)
+        return self._collect(self._update(output, drawn))
+
+    def _step_in_flight(self, pipeline: Pipeline) -> list[RequestOutput]:
+        """The same with one step ahead: while one runs, schedule the next, then take in the first and submit the next.
+
+        What a caller sees of a step comes while the next one runs already.
+        """
+        landing = self._in_flight or self._submit(pipeline, self._schedule())
+        if landing is None:
+            return []
+        self._in_flight = None
+        ahead = self._schedule()
+        try:
+            pipeline.start_copies(ahead)
+            drawn = self._sample(landing.logits.result(), landing.output)
+        except BaseException:
+            pipeline.settle(landing)
+            self.scheduler.undo(landing.output, ahead)
+            raise
+        taken = self._update(landing.output, drawn)
+        try:
+            self._in_flight = self._submit(pipeline, ahead)
+        finally:
+            records = self._collect(taken)
+        if not self.requests and self._in_flight is not None:
+            self._step_in_flight(pipeline)  # nobody waits for its tokens: only its blocks are to come back
+        return records
+
+    def _submit(self, pipeline: Pipeline, output: SchedulerOutput) -> Flight | None:
+        """Send a step on its way, if it has something to do; if that fails, undo it."""
+        if not output.scheduled:
+            return None
+        for seq, _ in output.sampled:  # siblings are known from now on, so that an abort in flight ends them too
+            if seq.index and not seq.status.finished:
+                self.requests[seq.request_id].sequences[seq.index] = seq
+        try:
+            return pipeline.submit(output)
+        except BaseException:
+            pipeline.settle(None)
+            self.scheduler.undo(output)
+            raise
+
+    def _schedule(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        now = self.clock()
+        for seq, _, _ in output.scheduled:
+            self.requests[seq.request_id].scheduled(now)
+        return output
+
+    def _sample(self, logits: torch.Tensor, output: SchedulerOutput) -> SamplerOutput:
+        return sample(logits, logits_rows(output), [seq for seq, _ in output.sampled], self.config.seed)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while requests are running."""
         return self.scheduler.blocks.reset_prefix_cache()
 
-    def _collect(self, output: SchedulerOutput, drawn: SamplerOutput) -> list[RequestOutput]:
+    def _update(self, output: SchedulerOutput, drawn: SamplerOutput) -> list[Draw]:
+        """Let the scheduler take in the tokens; those that count, since their sequence had not ended before."""
+        taken = [
+            (seq, token, logprobs)
+            for (seq, _), token, logprobs in zip(output.sampled, drawn.tokens, drawn.logprobs, strict=True)
+            if not seq.status.finished
+        ]
+        self.scheduler.update(output, drawn.tokens)
+        return taken
+
+    def _collect(self, taken: Iterable[Draw]) -> list[RequestOutput]:
         """Hand the drawn tokens to their requests, end those that reached a stop string, close those that are done."""
         now = self.clock()
         advanced: dict[str, RequestState] = {}
-        for (seq, _), token, logprobs in zip(output.sampled, drawn.tokens, drawn.logprobs, strict=True):
+        for seq, token, logprobs in taken:
             request = advanced.get(seq.request_id)
             if request is None:
                 request = advanced[seq.request_id] = self.requests[seq.request_id]

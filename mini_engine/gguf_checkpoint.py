@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mini_engine.cache_key import file_revision
 from mini_engine.checkpoint import check_target, check_tensors
 from mini_engine.errors import ModelLoadError
 from mini_engine.gguf import GGUFFile, TensorInfo
@@ -55,6 +56,7 @@ class GGUFCheckpoint:
     def _open(self, path: Path) -> None:
         metadata = self._file.metadata
         self.name = str(metadata.get("general.name") or path.stem)
+        self.revision = file_revision([path])
         try:
             self.config = read_config(self._file)
             self.eos_token_ids = end_of_text_ids(metadata)

@@ -9,6 +9,7 @@ from mini_engine.batch import Batch, build_batch
 from mini_engine.checkpoint import Checkpoint
 from mini_engine.config import EngineConfig
 from mini_engine.graphs import DecodeGraphs
+from mini_engine.host_kv import HostKV
 from mini_engine.kv_cache import KVCache
 from mini_engine.model import Decoder
 from mini_engine.ops import make_ops
@@ -29,6 +30,8 @@ class ModelRunner:
         self.model = Decoder(model, checkpoint, self.dtype, self.device, self.max_model_len, int4)
         self.num_blocks = sizing.num_kv_blocks(config, model, self.device, self.dtype)
         self.kv = KVCache(model, self.num_blocks, self.block_size, sizing.kv_dtype(config, self.dtype), self.device)
+        self.num_host_blocks = sizing.num_host_blocks(config, model, self.dtype)
+        self.host = HostKV(self.kv, self.num_host_blocks) if self.num_host_blocks else None
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and self.ops.replayable and not config.enforce_eager:
             self.graphs = DecodeGraphs(
@@ -39,11 +42,24 @@ class ModelRunner:
     def weight_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.model.weight_tensors())
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> torch.Tensor:
         """Copy what is to be copied, run the model; logits [R, vocab] float32, one row a sequence that draws."""
+        self.swap(output)
+        return self.run(output, self.prepare(output))
+
+    def swap(self, output: SchedulerOutput) -> None:
+        """Move the step's blocks to the host and back."""
+        if self.host is not None:
+            self.host.move(self.kv, output.swap_out, output.swap_in)
+
+    def prepare(self, output: SchedulerOutput) -> Batch:
+        """The step's index arrays, from the sequences as they are now."""
+        return build_batch(output, self.block_size)
+
+    @torch.inference_mode()
+    def run(self, output: SchedulerOutput, batch: Batch) -> torch.Tensor:
+        """The rest of `execute`: copies within the pool, and the model."""
         self.ops.copy_blocks(self.kv, output.block_copies)
-        batch = build_batch(output, self.block_size)
         shape = self.graphs.shape_for(batch) if self.graphs else None
         if self.graphs and shape:
             return self.graphs.run(batch, shape)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from mini_engine.cache_key import file_revision
 from mini_engine.checkpoint import EMBEDDING, HEAD, check_target, check_tensors
 from mini_engine.config import ModelConfig
 from mini_engine.errors import ModelLoadError
@@ -44,6 +45,7 @@ class SafetensorsCheckpoint:
         except ValueError as error:  # text where a number belongs
             raise ModelLoadError(f"{directory / 'config.json'}: {error}") from None
         self._shards, self._shapes = _headers(directory)
+        self.revision = file_revision(self._shards.values())
         if self.config.tie_word_embeddings and HEAD in self._shapes:
             self._drop_tied_head()
         check_tensors(str(directory), self.config, self._shapes)

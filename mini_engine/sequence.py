@@ -92,6 +92,9 @@ class Sequence:
     block_table: block ids in order of position; the block of position p is `block_table[p // block_size]`.
     block_hashes: content hashes of the full blocks known so far (kept here so that each is computed once).
     num_forks: how many more sequences branch off when the prompt has been computed.
+    num_pending_tokens: 1 while the step in flight draws a token whose position the next step may be given already.
+    last_step: number of the last step that computes tokens of this sequence; until it has landed, the step may write.
+    host_slots: where the KV of the computed tokens lies in host memory while the sequence is swapped out.
     """
 
     request_id: str
@@ -107,10 +110,13 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_forks: int = 0
+    num_pending_tokens: int = 0
+    last_step: int = 0
     max_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
+    host_slots: list[int] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -170,6 +176,7 @@ class Sequence:
         child.token_ids = list(self.token_ids)
         child.num_computed_tokens = self.num_computed_tokens
         child.num_cached_tokens = self.num_cached_tokens
+        child.last_step = self.last_step
         child.block_hashes = list(self.block_hashes)
         return child
 

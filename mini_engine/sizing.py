@@ -77,6 +77,19 @@ def num_kv_blocks(
     return budget // size
 
 
+def num_host_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Blocks that the host keeps for preempted requests. Raises PoolTooSmall when it is to keep some and none fits."""
+    if config.preemption_mode != "swap":
+        return 0
+    size = block_bytes(config, model, dtype)
+    if config.swap_space_bytes < size:
+        raise PoolTooSmall(
+            f"swap_space_bytes {config.swap_space_bytes:,} holds no block of {size:,} bytes ({config.block_size} "
+            f"tokens). Raise it to {size:,} or more, or set preemption_mode to 'recompute'"
+        )
+    return config.swap_space_bytes // size
+
+
 def _free_gpu_bytes(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
     """What `gpu_memory_utilization` of the card leaves beside what is used and the largest step's activations."""
     free, total = torch.cuda.mem_get_info(device)

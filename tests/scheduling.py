@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mini_engine.batch import build_batch
+from mini_engine.batch import Batch, build_batch
 from mini_engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from mini_engine.sequence import SamplingParams, Sequence
 
@@ -47,7 +47,7 @@ def run(
         if memory is not None:
             memory.forward(output)
         scheduler.update(output, [draw(seq) for seq, _ in output.sampled])
-        scheduler.blocks.check(scheduler.running)
+        scheduler.check()
         outputs.append(output)
     return outputs
 
@@ -67,17 +67,27 @@ class ShadowMemory:
 
     `forward` does what a model does with a step: copies, writes, then reads of every context. A slot that does not
     hold the reader's own prefix was reused too early, not copied before it was written, or found by mistake.
+
+    For a step in flight, call `swap` when it has been scheduled and `build` when it is submitted: that is how early a
+    copy from the host may be done, and how early the engine reads the block tables.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0):
         self.block_size = block_size
         self.slots = [-1] * (num_blocks * block_size)
+        self.host = [[-1] * block_size for _ in range(num_host_blocks)]
         self._names: dict[object, int] = {}
         self._prefixes: dict[Sequence, list[int]] = {}
 
-    def forward(self, output: SchedulerOutput) -> None:
+    def build(self, output: SchedulerOutput) -> Batch:
+        return build_batch(output, self.block_size)
+
+    def forward(self, output: SchedulerOutput, batch: Batch | None = None) -> None:
+        """batch: of a step whose swaps are done already."""
+        if batch is None:
+            self.swap(output)
+            batch = self.build(output)
         self._copy(output)
-        batch = build_batch(output, self.block_size)
         slots, first = batch.slot_mapping.tolist(), 0
         assert len(set(slots)) == len(slots), f"two tokens of one step go to the same slot: {slots}"
         for seq, start, num_tokens in output.scheduled:
@@ -93,11 +103,21 @@ class ShadowMemory:
                     f"{seq} reads at position {position} (block {slot // self.block_size}) what is not its own prefix"
                 )
 
-    def fail(self, output: SchedulerOutput) -> None:
+    def fail(self, output: SchedulerOutput, batch: Batch | None = None) -> None:
         """The step died half way: what it was to write is rubbish."""
+        if batch is None:
+            self.swap(output)
+            batch = self.build(output)
         self._copy(output)
-        for slot in build_batch(output, self.block_size).slot_mapping.tolist():
+        for slot in batch.slot_mapping.tolist():
             self.slots[slot] = -1
+
+    def swap(self, output: SchedulerOutput) -> None:
+        size = self.block_size
+        for block, slot in output.swap_out:
+            self.host[slot] = self.slots[block * size : block * size + size]
+        for slot, block in output.swap_in:
+            self.slots[block * size : block * size + size] = self.host[slot]
 
     def _copy(self, output: SchedulerOutput) -> None:
         size = self.block_size

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from mini_engine.block_manager import BlockManager
-from mini_engine.block_pool import hash_block
+from mini_engine.cache_key import CacheKey, hash_block
 from mini_engine.sequence import Sequence
 from tests.scheduling import sequence, unrelated
 
@@ -140,9 +140,11 @@ def test_salt(first, second, hit):
 def test_salt_enters_the_first_hash_only():
     """case-6: the chain carries it on."""
     tokens = (1, 2, 3)
-    first, salted = hash_block(None, tokens), hash_block(None, tokens, "a")
+    first, salted = hash_block(CacheKey(), tokens), hash_block(CacheKey(salt="a"), tokens)
     assert first != salted
-    assert hash_block(salted, tokens, "a") == hash_block(salted, tokens) == hash_block(salted, tokens, "b")
+    pool = Pool(num_blocks=11, block_size=3)
+    seq = pool.start(tokens * 3, salt="a")
+    assert seq.block_hashes == [salted, hash_block(salted, tokens), hash_block(seq.block_hashes[1], tokens)]
     assert hash_block(salted, tokens) != hash_block(first, tokens)
 
 
@@ -204,7 +206,7 @@ def test_reset_waits_for_a_copy():
 
 
 def test_a_hash_collision_is_no_hit(monkeypatch):
-    monkeypatch.setattr("mini_engine.block_manager.hash_block", lambda parent, tokens, salt=None: 7)
+    monkeypatch.setattr("mini_engine.block_manager.hash_block", lambda parent, tokens: 7)
     pool = Pool(num_blocks=32, block_size=4)
     first = pool.start(unrelated(0, 9))
     other = pool.start(unrelated(1, 9))

@@ -117,6 +117,7 @@ def test_rope_scaling_refusals(factors):
         ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of fcfs, priority, got 'lifo'"),
         ({"batching": "none"}, "batching must be one of continuous, fixed, got 'none'"),
         ({"admission": None}, "admission must be one of preempt, reserve, got None"),
+        ({"eviction_policy": "mru"}, "eviction_policy must be one of lru, fifo, lfu, value, got 'mru'"),
         ({"enable_chunked_prefill": False, "long_prefill_token_threshold": 9}, "threshold 9 .*enable_chunked_prefill"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 99}, "99 is below max_model_len 2048; raise"),
     ],
@@ -166,9 +167,10 @@ def test_the_scheduler_gets_every_setting_it_shares():
         scheduling_policy="priority",
         batching="fixed",
         admission="reserve",
+        eviction_policy="fifo",
         max_model_len=500,
     )
-    expected = SchedulerConfig(5, 77, 11, True, False, "priority", "fixed", "reserve", 60, 3, 9)
+    expected = SchedulerConfig(5, 77, 11, True, False, "priority", "fixed", "reserve", 60, 3, 9, "fifo")
     assert engine.scheduler_config(max_model_len=60, num_blocks=9) == expected
     whole = EngineConfig(enable_chunked_prefill=False).scheduler_config(60, 9)
     assert whole == SchedulerConfig(enable_chunked_prefill=False, max_model_len=60, num_blocks=9)

@@ -41,6 +41,8 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|Users/\w+|opt/(?:py
 WITHOUT_TORCH = [
     "mini_engine",
     *(f"mini_engine.{name}" for name in ("errors", "config", "sequence", "block_manager", "scheduler")),
+    *(f"mini_engine.{name}" for name in ("block", "block_pool", "eviction", "popularity")),
+    *(f"mini_engine.{name}" for name in ("host_tier", "transfer", "decisions")),
 ]
 WITHOUT_TORCH_PACKAGES = ("analysis", "simulator")
 

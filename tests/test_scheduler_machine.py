@@ -14,10 +14,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from mini_engine.batch import Batch
 from mini_engine.errors import RequestError
 from mini_engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from mini_engine.sequence import Sequence, SequenceStatus
-from tests.scheduling import ShadowMemory, sequence
+from tests.scheduling import Draw, ShadowMemory, sequence
 
 EOS = 0  # the other tokens are 1 and 2: so few that prefixes coincide by themselves
 PREFIXES = [[1, 2, 1, 2, 1, 1, 2, 2], [1, 2, 1, 2, 2, 2, 2, 1, 1, 1], [2] * 12, []]
@@ -27,6 +28,7 @@ TROUBLES = ["stop string", "abort", "abort on the way", "failure"]
 
 def random_config(draw: random.Random) -> SchedulerConfig:
     chunked, max_model_len = draw.random() < 0.7, draw.choice([6, 20, 40])
+    swap = draw.random() < 0.4
     budget = draw.choice([1, 2, 3, 7, 30, 1000]) if chunked else max_model_len + draw.randrange(9)
     return SchedulerConfig(
         max_num_seqs=draw.choice([1, 2, 3, 4, 6, 9]),
@@ -40,6 +42,9 @@ def random_config(draw: random.Random) -> SchedulerConfig:
         max_model_len=max_model_len,
         block_size=draw.randint(1, 4),
         num_blocks=draw.randint(2, 12),
+        eviction_policy=draw.choice(["lru", "lru", "fifo", "lfu", "value"]),
+        preemption_mode="swap" if swap else "recompute",
+        num_host_blocks=draw.randint(1, 12) if swap else 0,
     )
 
 
@@ -60,19 +65,26 @@ def random_request(draw: random.Random, longest: int) -> dict[str, Any]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """`families` knows, like the engine, the sequences of a request from the moment each is first sampled."""
+    """`families` knows, like the engine, the sequences of a request from the moment each is first sampled.
+
+    Half of the machines have a step in flight while the next one is scheduled, as in `LLMEngine._step_in_flight`. Then
+    a copy from the host is done as early as it may be, before the step in flight computes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.families: dict[str, list[Sequence]] = {}
         self.num_added = 0
+        self.pending: set[Sequence] = set()
         self.num_scheduled = 0
+        self.flight: tuple[SchedulerOutput, Batch] | None = None
 
     @initialize(draw=st.randoms(use_true_random=False))
     def start(self, draw: random.Random) -> None:
         self.config = config = random_config(draw)
         self.scheduler = Scheduler(config)
-        self.memory = ShadowMemory(config.num_blocks, config.block_size)
+        self.memory = ShadowMemory(config.num_blocks, config.block_size, config.num_host_blocks)
+        self.one_ahead = draw.random() < 0.5
 
     @rule(draw=st.randoms(use_true_random=False), num_requests=st.integers(1, 4))
     def add(self, draw: random.Random, num_requests: int) -> None:
@@ -86,9 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def steps(self, draw: random.Random, num_steps: int) -> None:
         for _ in range(num_steps):
             if self.families:
-                output = self._schedule()
-                self.memory.forward(output)
-                self._update(output, [draw.choice([1, 2, 1, 2, 1, 2, EOS]) for _ in output.sampled])
+                self._step(lambda seq: draw.choice([1, 2, 1, 2, 1, 2, EOS]))
 
     @precondition(lambda self: self.families)
     @rule(draw=st.randoms(use_true_random=False), then=st.sampled_from(TROUBLES))
@@ -96,14 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A request ends after or during the step, or the step fails, or both at once."""
         request = draw.choice(sorted(self.families))
         fails = then == "failure" or (then == "abort on the way" and draw.random() < 0.3)
-        output = self._schedule()
-        (self.memory.fail if fails else self.memory.forward)(output)
-        if then == "abort on the way":
-            self._finish([*self.families[request], *(seq for seq, _ in output.sampled if seq.request_id == request)])
-        if fails:
-            self._undo(output)
-        else:
-            self._update(output, [draw.choice([1, 2]) for _ in output.sampled])
+        aborted = request if then == "abort on the way" else None
+        output = self._step(lambda seq: draw.choice([1, 2]), fails, aborted)
         if then == "stop string":
             self._finish([seq for seq, _ in output.sampled[:1]], SequenceStatus.FINISHED_STOPPED)
         if then == "abort":
@@ -118,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        idle = not self.scheduler.running
+        idle = not self.scheduler.running and not self.scheduler.blocks.in_flight
         assert self.scheduler.blocks.reset_prefix_cache() == idle
         assert not (idle and self.scheduler.blocks.pool.cached)
 
@@ -129,12 +133,51 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(2000):
             if not self.families:
                 break
-            output = self._schedule()
-            self.memory.forward(output)
-            self._update(output, [1 for _ in output.sampled])
+            self._step(lambda seq: 1)
         assert not self.families, f"starved: {self.families}"
+        if self.flight is not None:
+            self._step(lambda seq: 1)
         assert not self.scheduler.has_unfinished()
         assert self.scheduler.blocks.num_free_blocks == self.config.num_blocks - 1
+
+    def _step(self, draw: Draw, fails: bool = False, aborted: str | None = None) -> SchedulerOutput:
+        """One step taken in, or failed, as the engine would; `aborted` ends while it runs, before its tokens come."""
+        if not self.one_ahead:
+            output, batch, ahead = self._schedule(), None, None
+        else:
+            output, batch = self.flight or self._submit(self._schedule())
+            self._abort(aborted, output)
+            aborted, self.flight = None, None
+            ahead = self._schedule(output)
+            self.memory.swap(ahead)
+        (self.memory.fail if fails else self.memory.forward)(output, batch)
+        self._abort(aborted, output)
+        if fails:
+            self.scheduler.undo(*((output,) if ahead is None else (output, ahead)))
+            assert not self.scheduler.running and not self.scheduler.blocks.pool.cached
+            self._tidy()
+            return output
+        self._update(output, [draw(seq) for seq, _ in output.sampled])
+        if ahead is not None and ahead.scheduled:
+            self._learn(ahead)
+            self.flight = ahead, self.memory.build(ahead)
+        return output
+
+    def _submit(self, output: SchedulerOutput) -> tuple[SchedulerOutput, Batch]:
+        self.memory.swap(output)
+        self._learn(output)
+        return output, self.memory.build(output)
+
+    def _learn(self, output: SchedulerOutput) -> None:
+        for seq, _ in output.sampled:
+            family = self.families.get(seq.request_id, [seq])
+            if seq not in family:
+                family.append(seq)
+
+    def _abort(self, request: str | None, output: SchedulerOutput) -> None:
+        if request is not None:
+            siblings = [seq for seq, _ in output.sampled if seq.request_id == request]
+            self._finish([*self.families[request], *siblings])
 
     def _add(self, seq: Sequence) -> None:
         try:
@@ -159,15 +202,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             need += (n - 1) * (need - prompt // size)
         return prompt == 0 or length > config.max_model_len or n > config.max_num_seqs or need > pool
 
-    def _undo(self, output: SchedulerOutput) -> None:
-        self.scheduler.undo(output)
-        assert not self.scheduler.running and not self.scheduler.blocks.pool.cached
-        self._tidy()
-
-    def _schedule(self) -> SchedulerOutput:
+    def _schedule(self, in_flight: SchedulerOutput | None = None) -> SchedulerOutput:
         scheduler, config = self.scheduler, self.config
         computed = {seq: seq.num_computed_tokens for seq in scheduler.running}
-        decodes = {seq for seq in computed if seq.num_tokens - seq.num_computed_tokens == 1}
+        drawing = {seq for seq, _ in in_flight.sampled} if in_flight is not None else set()
+        self.pending = {seq for seq in drawing & set(computed) if seq.num_output_tokens + 1 < seq.max_tokens}
+        left = {seq: self._length(seq) - seq.num_computed_tokens for seq in computed}
+        decodes = {seq for seq in computed if left[seq] == 1}
+        on_host = {seq: (seq.num_computed_tokens, len(seq.host_slots)) for seq in scheduler.waiting if seq.host_slots}
         branched = {seq for seq in computed if seq.num_forks == 0}
         preemptions = scheduler.stats.num_preemptions
         output = scheduler.schedule()
@@ -176,7 +218,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         admitted = [seq for seq in scheduler.running if seq not in computed and seq.index == 0]
         admitted += [seq for seq in scheduled if seq not in computed and seq.index > 0]
 
-        assert scheduled, "an idle step while requests are unfinished"
+        assert scheduled or in_flight is not None, "an idle step while requests are unfinished"
+        assert not (output.preempted and in_flight is not None), "a victim may still be computed"
         assert len(set(scheduled)) == len(scheduled)
         assert output.num_tokens <= config.max_num_batched_tokens
         assert scheduler.stats.num_scheduled_tokens == self.num_scheduled
@@ -190,17 +233,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 1 <= num_tokens <= (config.long_prefill_token_threshold or config.max_num_batched_tokens)
             if seq in computed:
                 assert start == computed[seq]
+            elif seq in on_host:
+                assert start >= on_host[seq][0] and seq.host_slots == [], "what the host held is computed again"
             else:
                 assert start % config.block_size == 0 and (config.enable_prefix_caching or start == 0)
-            assert start + num_tokens == seq.num_computed_tokens <= seq.num_tokens
-            assert seq.num_tokens <= len(seq.block_table) * config.block_size
+            assert start + num_tokens == seq.num_computed_tokens <= self._length(seq)
+            assert self._length(seq) <= len(seq.block_table) * config.block_size
             if not config.enable_chunked_prefill:
-                assert seq.num_computed_tokens == seq.num_tokens
+                assert seq.num_computed_tokens == self._length(seq)
 
         kinds = [0 if seq in decodes else 1 if seq in computed else 2 for seq in scheduled]
         assert kinds == sorted(kinds), "decodes first, then other running ones, then new ones"
-        if output.num_tokens < config.max_num_batched_tokens:
-            assert set(scheduled) >= set(computed) - set(output.preempted), "budget was left, yet one had to wait"
+        if output.num_tokens < config.max_num_batched_tokens and not scheduler.steps.starved:
+            have_work = {seq for seq in computed if left[seq] > 0}
+            assert set(scheduled) >= have_work - set(output.preempted), "budget was left, yet one had to wait"
 
         self._check_ranks(output, admitted)
         self._check_samples(output, branched)
@@ -212,7 +258,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return (seq.priority * (self.config.scheduling_policy == "priority"), seq.arrival, seq.index)
 
         for victim in output.preempted:
-            assert victim.status is WAITING and victim.block_table == [] and victim.num_computed_tokens == 0
+            assert victim.status is WAITING and victim.block_table == []
+            assert len(victim.host_slots) == -(-victim.num_computed_tokens // self.config.block_size)
             assert all(rank(victim) > rank(seq) for seq in self.scheduler.running), f"{victim} was not the last in rank"
         waiting = [seq for family in self.families.values() for seq in family if seq.status is WAITING]
         assert all(rank(seq) < rank(other) for seq in admitted for other in waiting), "one overtook another"
@@ -223,23 +270,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq, row in output.sampled:
             source = output.scheduled[row].seq
             assert source.request_id == seq.request_id and source.token_ids == seq.token_ids
-            assert seq.num_computed_tokens == seq.num_tokens == sum(output.scheduled[row][1:])
-        complete = {item.seq for item in output.scheduled if item.seq.num_computed_tokens == item.seq.num_tokens}
+            assert seq.num_computed_tokens == self._length(seq) == sum(output.scheduled[row][1:])
+        complete = {item.seq for item in output.scheduled if item.seq.num_computed_tokens == self._length(item.seq)}
         assert complete <= set(sampled), "all tokens are computed, yet none is drawn"
         for seq in complete - branched:
             family = [other.index for other in sampled if other.request_id == seq.request_id]
-            if seq.index == 0 and seq.num_output_tokens == 0:
+            if seq.index == 0 and seq.num_output_tokens == 0 and seq not in self.pending:
                 assert sorted(family) == list(range(seq.params.n)), "the siblings draw their first token together"
 
     def _check_blocks(self) -> None:
-        known = {seq for family in self.families.values() for seq in family}
-        self.scheduler.blocks.check(known | set(self.scheduler.running))
+        self.scheduler.check()
+        known = {seq for family in self.families.values() for seq in family} | set(self.scheduler.running)
+        self.scheduler.blocks.check(known - set(self.scheduler.blocks.in_flight))
+        self.scheduler.host.check(known)
+
+    def _length(self, seq: Sequence) -> int:
+        """Tokens of a sequence, one that the step in flight draws for it included."""
+        return seq.num_tokens + (seq in self.pending)
 
     def _update(self, output: SchedulerOutput, tokens: list[int]) -> None:
-        for seq, _ in output.sampled:
-            family = self.families[seq.request_id]
-            if seq not in family:
-                family.append(seq)
+        self._learn(output)
+        self.pending = set()
         before = {seq: seq.num_tokens for seq, _ in output.sampled}
         ended = {seq for seq in before if seq.status.finished}
         finished = self.scheduler.update(output, tokens)
@@ -256,13 +307,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _tidy(self) -> None:
         """Forget what has ended, as the engine does, and check what is left."""
         for request, family in list(self.families.items()):
-            assert all(not seq.block_table for seq in family if seq.status is not RUNNING)
+            idle = [seq for seq in family if seq.status is not RUNNING]
+            assert all(not seq.block_table or seq in self.scheduler.blocks.in_flight for seq in idle)
             if all(seq.status.finished for seq in family):
                 del self.families[request]
         self._check_blocks()
         for seq in self.scheduler.running:
             assert seq.request_id in self.families, f"{seq} outlived its request"
         assert self.scheduler.has_unfinished() == bool(self.families)
+        assert all(self.scheduler.steps.computes(seq) for seq in self.scheduler.blocks.in_flight)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -9,6 +9,9 @@ where a fit is asked for. Times are seconds, memory is bytes, rates are per seco
     lora                                adapters in a batch                        8.2.1
     fitted, rounds, chunks, graphs      what a round takes, and schedules of them  8.2.2 to 8.2.4
     timeline, slo                       what a user notices of it                  8.1.1, 8.1.3
+    paging                              blocks, branches and what they waste       8.3.1, 8.3.2
+    context, recovery, windowed         what of a prompt is found, and taken up    8.3.3
+    reuse, knapsack                     what a kept prefix is worth                8.3.4
 """
 
 from mini_engine.analysis.capacity import (
@@ -23,6 +26,15 @@ from mini_engine.analysis.capacity import (
     tokens_computed,
 )
 from mini_engine.analysis.chunks import largest_chunk, repeated_read_bytes, split_prompt
+from mini_engine.analysis.context import (
+    Part,
+    Turn,
+    append_turn,
+    common_tokens,
+    reusable_tokens,
+    rewrite_turn,
+    summary_turn,
+)
 from mini_engine.analysis.fitted import BOOK_STEP, Chunk, FittedStep, fit_step
 from mini_engine.analysis.flops import (
     causal_pairs,
@@ -56,6 +68,7 @@ from mini_engine.analysis.hardware import (
 )
 from mini_engine.analysis.inputs import AnalysisError
 from mini_engine.analysis.instance import Instance, Ledger
+from mini_engine.analysis.knapsack import KeptSet, best_kept, greedy_gap_s, greedy_kept
 from mini_engine.analysis.lora import (
     lora_bytes,
     lora_intensity,
@@ -72,6 +85,34 @@ from mini_engine.analysis.memory import (
     weight_read_bytes,
 )
 from mini_engine.analysis.models import QWEN3_8B, get_model, model_names
+from mini_engine.analysis.paging import (
+    Branches,
+    forked_branches,
+    paged_slots,
+    prefix_branches,
+    reserved_slots,
+    saved_by_a_longer_prefix,
+    shared_slots,
+    slot_of,
+    table_entries,
+    tail_waste,
+    unused_slots,
+)
+from mini_engine.analysis.recovery import (
+    KDA_SNAPSHOT_BYTES,
+    PrefixIdentity,
+    Resumption,
+    SnapshotPlan,
+    StateLifetime,
+    WindowedModel,
+    long_lived_share,
+    recomputed_tokens,
+    recovery_point,
+    snapshot_plan,
+    snapshot_positions,
+    why_not_resumable,
+)
+from mini_engine.analysis.reuse import BOOK_PREFILL_MFU, KeptPrefix, kept_prefix, recompute_seconds
 from mini_engine.analysis.roofline import (
     attainable_flops,
     decode_intensity,
@@ -118,7 +159,9 @@ from mini_engine.analysis.units import GB, TB, GiB, KiB, MiB
 __all__ = [
     "AnalysisError",
     "BF16",
+    "BOOK_PREFILL_MFU",
     "BOOK_STEP",
+    "Branches",
     "Chunk",
     "FORMATS",
     "FP16",
@@ -129,13 +172,18 @@ __all__ = [
     "GiB",
     "Hardware",
     "Instance",
+    "KDA_SNAPSHOT_BYTES",
+    "KeptPrefix",
+    "KeptSet",
     "KiB",
     "Ledger",
     "Link",
     "MiB",
     "NumberFormat",
     "Objective",
+    "Part",
     "PlannedRequest",
+    "PrefixIdentity",
     "PricedRound",
     "PricedSchedule",
     "Q4_0",
@@ -143,15 +191,23 @@ __all__ = [
     "Q8_0",
     "QWEN3_8B",
     "RTX_PRO_6000",
+    "Resumption",
+    "SnapshotPlan",
+    "StateLifetime",
     "StepTime",
     "TB",
+    "Turn",
+    "WindowedModel",
+    "append_turn",
     "attainable_flops",
     "attainment",
     "batch_fill_wait",
+    "best_kept",
     "block_bytes",
     "blocks_needed",
     "capture_break_even",
     "causal_pairs",
+    "common_tokens",
     "compute_bound_batch",
     "compute_bound_context",
     "crossover_batch",
@@ -162,16 +218,20 @@ __all__ = [
     "ffn_bytes_per_layer",
     "fit_step",
     "flops_per_pair",
+    "forked_branches",
     "forward_flops",
     "get_format",
     "get_hardware",
     "get_link",
     "get_model",
     "goodput",
+    "greedy_gap_s",
+    "greedy_kept",
     "group_blocks",
     "group_kv_bytes",
     "hardware_names",
     "idle_row_steps",
+    "kept_prefix",
     "kv_bytes",
     "kv_bytes_per_token",
     "kv_bytes_per_token_per_card",
@@ -180,6 +240,7 @@ __all__ = [
     "linear_flops_per_token",
     "link_names",
     "lm_head_flops",
+    "long_lived_share",
     "longest_gap",
     "lora_bytes",
     "lora_intensity",
@@ -191,29 +252,47 @@ __all__ = [
     "model_names",
     "padded_rows",
     "padding",
+    "paged_slots",
     "pool_blocks",
     "prefill_step",
+    "prefix_branches",
     "price_schedule",
     "read_bytes_per_token",
+    "recompute_seconds",
+    "recomputed_tokens",
+    "recovery_point",
     "repeated_read_bytes",
     "request_kv_bytes",
     "request_timeline",
     "requests_beside_adapters",
+    "reserved_slots",
     "resident_bytes",
+    "reusable_tokens",
+    "rewrite_turn",
     "ridge_point",
     "round_read_bytes",
     "rows_per_adapter",
+    "saved_by_a_longer_prefix",
     "seconds_at",
     "separate_store_gain",
     "separate_store_read_bytes_per_token",
     "shared_blocks",
+    "shared_slots",
+    "slot_of",
+    "snapshot_plan",
+    "snapshot_positions",
     "split_prompt",
     "staircase",
+    "summary_turn",
+    "table_entries",
+    "tail_waste",
     "tokens_computed",
     "total_seconds",
+    "unused_slots",
     "weight_bytes",
     "weight_bytes_per_card",
     "weight_intensity",
     "weight_read_bytes",
     "weight_read_share",
+    "why_not_resumable",
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from mini_engine.analysis import BOOK_STEP, FittedStep, Objective
 from mini_engine.config import SchedulerConfig
 from mini_engine.errors import ConfigError, EngineError
+from mini_engine.eviction import POLICIES
 from mini_engine.simulator.bench import cost_table, step_costs
 from mini_engine.simulator.examples import book_policies, book_requests
 from mini_engine.simulator.loop import Simulator, simulate
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix-caching", action="store_true")
     add("--batching", choices=["continuous", "fixed"], default="continuous")
     add("--admission", choices=["preempt", "reserve"], default="preempt")
+    add("--eviction-policy", choices=POLICIES, default="lru", help="of the prefix cache (default: %(default)s)")
     add("--ttft-ms", type=float, help="objective: time to first token")
     add("--gap-ms", type=float, help="objective: longest gap between output tokens")
     add("--total-ms", type=float, help="objective: arrival to last token")
@@ -135,6 +137,7 @@ def _replay(args: argparse.Namespace, step: FittedStep) -> dict[str, Timeline]:
         enable_prefix_caching=not args.no_prefix_caching,
         batching=args.batching,
         admission=args.admission,
+        eviction_policy=args.eviction_policy,
         max_model_len=args.max_model_len or longest,
         block_size=args.block_size,
         num_blocks=args.num_blocks,

@@ -1,4 +1,4 @@
-"""Every figure of the book's sections 8.1 and 8.2, computed."""
+"""Every figure of the book's sections 8.1 to 8.3, computed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ import pytest
 
 from tests.analysis import book_figures
 from tests.analysis.book_figures import FIGURES
+from tests.analysis.book_figures_8_3 import FIGURES_8_3
 
 HERE = Path(__file__).parent
-BOOK: list[dict[str, Any]] = tomllib.loads((HERE / "figures_8_1_8_2.toml").read_text(encoding="utf-8"))["figure"]
+BOOK: list[dict[str, Any]] = [
+    figure
+    for name in ("figures_8_1_8_2.toml", "figures_8_3.toml")
+    for figure in tomllib.loads((HERE / name).read_text(encoding="utf-8"))["figure"]
+]
+COMPUTED = {**FIGURES, **FIGURES_8_3}
 
 
 @pytest.mark.parametrize("figure", BOOK, ids=[figure["id"] for figure in BOOK])
 def test_the_books_figure_is_computed(figure: dict[str, Any]) -> None:
-    assert figure["id"] in FIGURES, f"nothing computes {figure['id']}: {figure['what']}"
-    assert FIGURES[figure["id"]]() == pytest.approx(figure["value"], rel=figure["rel_tol"], abs=0)
+    assert figure["id"] in COMPUTED, f"nothing computes {figure['id']}: {figure['what']}"
+    assert COMPUTED[figure["id"]]() == pytest.approx(figure["value"], rel=figure["rel_tol"], abs=0)
 
 
 def test_every_computation_belongs_to_one_figure() -> None:
-    assert sorted(FIGURES) == sorted(figure["id"] for figure in BOOK)
+    assert sorted([*FIGURES, *FIGURES_8_3]) == sorted(figure["id"] for figure in BOOK)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from mini_engine.analysis import FittedStep
 from mini_engine.errors import ConfigError
+from mini_engine.eviction import POLICIES
 from mini_engine.simulator.cli import main, parse_step
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "traces"
@@ -44,6 +45,15 @@ def test_switches_reach_the_scheduler(capsys):
         found[switch] = json.loads(capsys.readouterr().out)
     assert found["--no-prefix-caching"]["prefix_hit_rate"] == 0 < found["--batching=continuous"]["prefix_hit_rate"]
     assert len({figures["ttft_s"]["p50"] for figures in found.values()}) == 5
+
+
+def test_eviction_policies_find_different_prefixes(capsys):
+    rates = set()
+    for policy in POLICIES:
+        switches = ["--json", "--num-blocks=30", "--block-size=512", f"--eviction-policy={policy}"]
+        assert main([str(DATA / "chat.jsonl"), *switches]) == 0
+        rates.add(json.loads(capsys.readouterr().out)["prefix_hit_rate"])
+    assert len(rates) == len(POLICIES)
 
 
 def test_agent_sessions_from_a_directory_and_rounds(capsys):
