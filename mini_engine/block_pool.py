@@ -74,12 +74,16 @@ class BlockPool:
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop one reference of each. Those nobody needs any more become free: blocks without a hash go to the
         front of the queue, in the order given, the others to its end, where they live longest."""
-        unused = []
+        front, add, num_freed = self._blank.first(), self.policy.add, 0
         for block in blocks:
             block.ref_count -= 1
             if block.ref_count == 0 and block.num_copies == 0:
-                unused.append(block)
-        self._make_free(unused)
+                num_freed += 1
+                if block.block_hash is None:
+                    self._blank.insert(block, front)
+                else:
+                    add(block)
+        self.num_free += num_freed
 
     def hold(self, copies: Iterable[BlockCopy]) -> None:
         """Keep both ends of each copy from being given out until `unhold`."""
@@ -93,7 +97,8 @@ class BlockPool:
                 block = self.blocks[block_id]
                 block.num_copies -= 1
                 if block.ref_count == 0 and block.num_copies == 0:
-                    self._make_free([block])
+                    block.ref_count = 1  # the copy was its last user
+                    self.release((block,))
 
     def find(self, block_hash: int, parent_hash: int | CacheKey, tokens: tuple[int, ...]) -> Block | None:
         """The block with this content, or None. A block with the same hash and other content is no hit."""
@@ -136,12 +141,3 @@ class BlockPool:
             self.policy.forgotten(block)
         del self.cached[block.block_hash]
         block.block_hash, block.parent_hash, block.tokens = None, None, ()
-
-    def _make_free(self, blocks: list[Block]) -> None:
-        front = self._blank.first()
-        for block in blocks:
-            if block.block_hash is None:
-                self._blank.insert(block, front)
-            else:
-                self.policy.add(block)
-        self.num_free += len(blocks)

@@ -298,7 +298,8 @@ def _lose_a_reference(pool: Pool, seq: Sequence) -> None:
 
 
 def _free_while_owned(pool: Pool, seq: Sequence) -> None:
-    pool.pool._make_free([pool.pool.blocks[seq.block_table[0]]])
+    pool.pool.policy.add(pool.pool.blocks[seq.block_table[0]])
+    pool.pool.num_free += 1
 
 
 def _own_a_block_twice(pool: Pool, seq: Sequence) -> None:

