@@ -98,7 +98,8 @@ class BlockManager:
         """
         table = seq.block_table
         missing = -(-num_tokens // self.block_size) - len(table)
-        copy_tail = self.needs_copy(seq)
+        i, offset = divmod(seq.num_computed_tokens, self.block_size)  # needs_copy(), not called: this runs every step
+        copy_tail = offset > 0 and self.pool.blocks[table[i]].ref_count > 1
         if missing <= 0 and not copy_tail:
             return ()
         if missing + copy_tail > self.pool.num_free:
@@ -107,7 +108,6 @@ class BlockManager:
             table.append(self.pool.take().block_id)
         if not copy_tail:
             return ()
-        i = seq.num_computed_tokens // self.block_size
         source, table[i] = table[i], self.pool.take().block_id
         copies = ((source, table[i]),)
         self.pool.hold(copies)
@@ -133,7 +133,7 @@ class BlockManager:
             block_hash, tokens = self.hash_of(seq, i)
             block = self.pool.blocks[seq.block_table[i]]
             if block.block_hash is None:
-                self.pool.remember(block, block_hash, self._parent(seq, i), tokens, i)
+                self.pool.remember(block, block_hash, self.parent_of(seq, i), tokens, i)
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks of `seq` back, the last one first, so that the start of a prefix outlives its end."""
@@ -203,9 +203,9 @@ class BlockManager:
         start = i * self.block_size
         tokens = seq.block_content(start, start + self.block_size)
         if i == len(seq.block_hashes):
-            seq.block_hashes.append(hash_block(self._parent(seq, i), tokens))
+            seq.block_hashes.append(hash_block(self.parent_of(seq, i), tokens))
         return seq.block_hashes[i], tokens
 
-    def _parent(self, seq: Sequence, i: int) -> int | CacheKey:
+    def parent_of(self, seq: Sequence, i: int) -> int | CacheKey:
         """What the hash of the i-th block builds on."""
         return seq.block_hashes[i - 1] if i else self.root(seq)

@@ -6,6 +6,7 @@ Never imports torch: the scheduler and the simulator use these without paying fo
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,6 +83,10 @@ class EngineConfig:
     enforce_eager: on a GPU, launch every kernel of a decode step anew in place of replaying CUDA graphs.
     attention_backend: "triton" runs our kernels, "torch" plain torch; "auto" is triton on a GPU, torch elsewhere.
     swap_space_bytes: host memory for the KV of preempted requests, with preemption_mode "swap".
+    host_cache_bytes: host memory for known prefixes that the pool gives up, 0 for none (see prefix_tier.py).
+    host_cache_admission: which of them: all, those used before, or those worth more than their upkeep (host_tier.py).
+    host_link_bytes_per_s, prefill_flops_per_s: what a fetch and what computing anew are priced by; None measures both
+        on this machine when the engine starts (see host_cache.py).
     async_scheduling: schedule the next step, and hand out the last one's tokens, while a step runs.
     """
 
@@ -107,6 +112,10 @@ class EngineConfig:
     eviction_policy: Literal["lru", "fifo", "lfu", "value"] = "lru"
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     swap_space_bytes: int = 0
+    host_cache_bytes: int = 0
+    host_cache_admission: Literal["always", "second_sight", "value"] = "always"
+    host_link_bytes_per_s: float | None = None
+    prefill_flops_per_s: float | None = None
     async_scheduling: bool = False
     seed: int = 0
 
@@ -118,7 +127,17 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _at_least(self, 1, name)
-        _at_least(self, 0, "seed", "swap_space_bytes")
+        _at_least(self, 0, "seed", "swap_space_bytes", "host_cache_bytes")
+        _one_of(self, "host_cache_admission", "always", "second_sight", "value")
+        for name in ("host_link_bytes_per_s", "prefill_flops_per_s"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:
+                raise ConfigError(f"{name} must be a finite number above 0, or None to measure it, got {rate!r}")
+        if self.host_cache_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"host_cache_bytes {self.host_cache_bytes:,} keeps prefixes that nobody looks up: set "
+                f"enable_prefix_caching=True, or host_cache_bytes to 0"
+            )
         if self.num_gpu_blocks_override is not None:
             _at_least(self, 2, "num_gpu_blocks_override")
         if not 0 < self.gpu_memory_utilization <= 1:

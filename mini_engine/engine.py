@@ -16,6 +16,7 @@ from mini_engine.batch import logits_rows
 from mini_engine.cache_key import CacheKey, rope_rule
 from mini_engine.config import EngineConfig
 from mini_engine.errors import RequestError
+from mini_engine.host_cache import open_prefix_tier
 from mini_engine.output_processor import RequestOutput, RequestState
 from mini_engine.pipeline import Flight, Pipeline
 from mini_engine.runner import ModelRunner
@@ -45,9 +46,11 @@ class LLMEngine:
             self.runner = runner = ModelRunner(config, checkpoint)
             kv_format = str(runner.kv.k.dtype).removeprefix("torch.")
             model = f"{checkpoint.name} {checkpoint.revision} in {runner.dtype}"
+        tier = open_prefix_tier(config, self.model_config, runner, clock) if config.host_cache_bytes else None
         self.scheduler = Scheduler(
             config.scheduler_config(runner.max_model_len, runner.num_blocks, runner.num_host_blocks),
             CacheKey(model, position_rule=rope_rule(self.model_config), kv_format=kv_format),
+            tier,
         )
         self._pipeline = Pipeline(runner) if config.async_scheduling else None
         self._in_flight: Flight | None = None
@@ -176,8 +179,8 @@ class LLMEngine:
         return sample(logits, logits_rows(output), [seq for seq, _ in output.sampled], self.config.seed)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while requests are running."""
-        return self.scheduler.blocks.reset_prefix_cache()
+        """Forget all cached prefixes, on the host too; False, and nothing done, while requests are running."""
+        return self.scheduler.reset_prefix_cache()
 
     def _update(self, output: SchedulerOutput, drawn: SamplerOutput) -> list[Draw]:
         """Let the scheduler take in the tokens; those that count, since their sequence had not ended before."""

@@ -124,7 +124,8 @@ class CudaCapture:
         run()  # compiles kernels and fills caches, which a recording cannot
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # thread_local: the calls of a copy thread beside it (pipeline.py) would otherwise end the recording
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             logits = run()
 
         def replay() -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The tensors behind the host slots of `swap.py`: K and V of preempted sequences, outside the pool.
+"""The tensors behind the host's slots: K and V of preempted sequences (`swap.py`), then of prefixes that the pool gave
+up (`prefix_tier.py`).
 
 k, v   [num_slots, layers, block_size, kv_heads, head_dim]      a slot lies in one piece, so it crosses the link in one
 """

@@ -101,6 +101,8 @@ class HostTier:
         self._transfer_s = block_bytes / link.bytes_per_s  # a prefix moves as a whole and pays its latency once
         self.counts: Counter[tuple[str, str, str]] = Counter()
         """Decisions by (what, choice, reason)."""
+        self.on_write: Callable[[Block, Block], None] | None = None
+        """Told of each copy that starts, as (block, slot): for an owner that moves real bytes."""
         self._writing: deque[tuple[float, Block, Block]] = deque()  # (lands at, slot, what it will hold), in order
         self._writing_keys: set[int] = set()
         self._reading: deque[Fetch] = deque()  # in order: a lane carries one transfer at a time
@@ -147,6 +149,8 @@ class HostTier:
         content = replace(block, block_id=slot.block_id, ref_count=0, prev_free=None, next_free=None)
         self._writing.append((self.to_host.start(self._now, self.block_bytes), slot, content))
         self._writing_keys.add(key)
+        if self.on_write is not None:
+            self.on_write(block, slot)
         return True
 
     def find(self, names: Iterable[BlockName]) -> tuple[Block, ...]:
@@ -192,6 +196,24 @@ class HostTier:
             reason = "failed" if fault.fails and done <= give_up else "too slow"
             self._decide("fetch", found, fetch.stop_waiting_s - self._now, 0.0, 1.0, "recompute", reason)
         return fetch
+
+    def clear(self) -> None:
+        """Forget every copy, those under way too. What was learned of the prefixes stays."""
+        self.pool.release([slot for _, slot, _ in self._writing])
+        self._writing.clear()
+        self._writing_keys.clear()
+        self.pool.forget_all()
+
+    def check(self) -> None:
+        """Every slot is free, being written or being read, and no key has two slots. Raises AssertionError."""
+        owners = Counter(slot.block_id for _, slot, _ in self._writing)
+        owners.update(slot.block_id for fetch in self._reading for slot in fetch.blocks)
+        free = sorted(slot.block_id for slot in self.pool.free_blocks())
+        assert free == [i for i in range(1, self.num_slots + 1) if not owners[i]], f"free {free}, owned {owners}"
+        assert len(free) == self.pool.num_free, f"{len(free)} slots in the free queue, {self.pool.num_free} counted"
+        for slot in self.pool.blocks[1:]:
+            assert slot.ref_count == owners[slot.block_id], f"slot {slot.block_id}: {slot.ref_count} references"
+        assert len(self._writing) == len(self._writing_keys) and not self._writing_keys & self.pool.cached.keys()
 
     def _admission(self, block: Block, key: int, probability: float) -> tuple[str, str]:
         if key in self.pool.cached or key in self._writing_keys:

@@ -31,7 +31,9 @@ class ModelRunner:
         self.num_blocks = sizing.num_kv_blocks(config, model, self.device, self.dtype)
         self.kv = KVCache(model, self.num_blocks, self.block_size, sizing.kv_dtype(config, self.dtype), self.device)
         self.num_host_blocks = sizing.num_host_blocks(config, model, self.dtype)
-        self.host = HostKV(self.kv, self.num_host_blocks) if self.num_host_blocks else None
+        self.num_cache_slots = sizing.num_cache_slots(config, model, self.dtype)
+        num_slots = self.num_host_blocks + self.num_cache_slots  # of preempted sequences, then of the prefix tier
+        self.host = HostKV(self.kv, num_slots) if num_slots else None
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and self.ops.replayable and not config.enforce_eager:
             self.graphs = DecodeGraphs(

@@ -22,28 +22,32 @@ from mini_engine.cache_key import CacheKey
 from mini_engine.config import SchedulerConfig
 from mini_engine.eviction import make_policy
 from mini_engine.in_flight import StepsInFlight
+from mini_engine.prefix_tier import PrefixTier
 from mini_engine.request_queue import RequestQueue
 from mini_engine.scheduler_output import ScheduledSequence, SchedulerOutput, SchedulerStats
 from mini_engine.sequence import Sequence, SequenceStatus
 from mini_engine.swap import HostBlocks
 
 RUNNING = SequenceStatus.RUNNING
+Scheduled = list[ScheduledSequence]
+Sampled = list[tuple[Sequence, int]]
 
 
 class Scheduler:
     """Owns the waiting and the running sequences, and the block manager that gives them KV blocks."""
 
-    def __init__(self, config: SchedulerConfig, cache_key: CacheKey | None = None):
+    def __init__(self, config: SchedulerConfig, cache_key: CacheKey | None = None, tier: PrefixTier | None = None):
         self.config = config
-        policy = make_policy(config.eviction_policy, config.num_blocks)
-        self.blocks = BlockManager(
-            config.num_blocks, config.block_size, config.enable_prefix_caching, policy, cache_key
-        )
+        order = make_policy(config.eviction_policy, config.num_blocks)
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.enable_prefix_caching, order, cache_key)
         self.running: list[Sequence] = []  # in the order of admission
         self.waiting = RequestQueue(config.scheduling_policy)
         self.steps = StepsInFlight()
         self.stats = SchedulerStats()
         self.host = HostBlocks(config, self.stats)
+        self.tier = tier
+        if tier is not None:
+            tier.attach(self.blocks)
         self._arrivals = 0
         self._limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
 
@@ -125,17 +129,18 @@ class Scheduler:
             if self.steps.starved:
                 break
 
-        scheduled: list[ScheduledSequence] = []
-        sampled: list[tuple[Sequence, int]] = []
+        scheduled: Scheduled = []
+        sampled: Sampled = []
         for seq, num_tokens in chosen.items():
             self._commit(seq, num_tokens, scheduled, sampled)
         swap_in: list[BlockCopy] = []
         if may_admit and not preempted and not self.steps.starved and self.waiting:
             budget = self._admit(budget, scheduled, sampled, swap_in)
-        self.stats.peak_used_blocks = max(
-            self.stats.peak_used_blocks, self.blocks.num_usable_blocks - self.blocks.num_free_blocks
-        )
+        used = self.blocks.num_usable_blocks - self.blocks.num_free_blocks
+        self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, used)
         self.stats.num_scheduled_tokens += self.config.max_num_batched_tokens - budget
+        if self.tier is not None:
+            swap_out += self.tier.end_step()
         copies_in_order = tuple(copy for copies in block_copies.values() for copy in copies)
         step = (tuple(scheduled), tuple(sampled), tuple(preempted), copies_in_order, tuple(swap_out), tuple(swap_in))
         output = SchedulerOutput(*step, self.steps.step)
@@ -192,12 +197,21 @@ class Scheduler:
                 seq.num_computed_tokens = 0
         for seq in list(self.running):
             self._preempt(seq)
-        self.blocks.reset_prefix_cache()
+        self.reset_prefix_cache()  # with the host's part, since a copy out may not have been made
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every known prefix, on the host too. Refuses (False) while any block is in use."""
+        done = self.blocks.reset_prefix_cache()
+        if done and self.tier is not None:
+            self.tier.host.clear()
+        return done
 
     def check(self) -> None:
         """Between steps: every block and every host slot has the owners it should have. Raises AssertionError."""
         self.blocks.check(self.running)
         self.host.check(self.waiting)
+        if self.tier is not None:
+            self.tier.host.check()
 
     def _release(self, seq: Sequence) -> None:
         if self.steps.computes(seq):
@@ -213,13 +227,7 @@ class Scheduler:
             (decodes if to_compute == 1 else others).append(seq)
         return decodes + others
 
-    def _admit(
-        self,
-        budget: int,
-        scheduled: list[ScheduledSequence],
-        sampled: list[tuple[Sequence, int]],
-        swap_in: list[BlockCopy],
-    ) -> int:
+    def _admit(self, budget: int, scheduled: Scheduled, sampled: Sampled, swap_in: list[BlockCopy]) -> int:
         """Admit waiting sequences in order of rank, until budget, seats or blocks run out; none overtakes another.
 
         A fixed batch is put together at once: a member that the budget leaves no tokens for starts in a later step.
@@ -243,6 +251,7 @@ class Scheduler:
                 break
             self.waiting.pop()
             swap_in += self._start(seq, hits)
+            num_tokens = min(seq.num_tokens - seq.num_computed_tokens, self._limit, budget)  # less what is fetched
             seats -= 1 + seq.num_forks
             free -= needed
             budget -= num_tokens
@@ -250,9 +259,7 @@ class Scheduler:
                 self._commit(seq, num_tokens, scheduled, sampled)
         return budget
 
-    def _commit(
-        self, seq: Sequence, num_tokens: int, scheduled: list[ScheduledSequence], sampled: list[tuple[Sequence, int]]
-    ) -> None:
+    def _commit(self, seq: Sequence, num_tokens: int, scheduled: Scheduled, sampled: Sampled) -> None:
         """Write a decision down: move the counter, publish full blocks, branch off the siblings of the prompt."""
         start = seq.num_computed_tokens
         end = seq.num_computed_tokens = start + num_tokens
@@ -271,22 +278,27 @@ class Scheduler:
 
     def _start(self, seq: Sequence, hits: list[Block]) -> Seq[BlockCopy]:
         """Let a waiting sequence run. Returns the copies that bring back what the host holds beyond the hits."""
-        swapped = seq.num_computed_tokens
+        on_host, size = seq.num_computed_tokens, self.config.block_size
+        fetched = self.tier.fetch(seq, len(hits)) if self.tier is not None and not seq.host_slots else None
         self.blocks.admit(seq, hits)
         self.stats.prefix_query_tokens += seq.num_tokens
         self.stats.prefix_hit_tokens += seq.num_computed_tokens
+        copies: Seq[BlockCopy] = self.host.swap_in(seq, len(hits))
+        if fetched:
+            copies = tuple(zip(fetched, seq.block_table[len(hits) :], strict=False))
+            on_host = seq.num_computed_tokens + len(fetched) * size
+            self.stats.host_hit_tokens += len(fetched) * size
+        if copies:
+            seq.num_computed_tokens = on_host
+            self.blocks.cache_full_blocks(seq, len(hits), on_host // size)
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = RUNNING
         seq.last_step = self.steps.step
         self.running.append(seq)
-        copies = self.host.swap_in(seq, len(hits))
-        if copies:
-            seq.num_computed_tokens = swapped
-            self.blocks.cache_full_blocks(seq, len(hits), swapped // self.config.block_size)
         return copies
 
-    def _branch_off(self, seq: Sequence, row: int, sampled: list[tuple[Sequence, int]]) -> None:
+    def _branch_off(self, seq: Sequence, row: int, sampled: Sampled) -> None:
         for i in range(seq.num_forks):
             child = seq.fork(i + 1)
             self.blocks.fork(seq, child)

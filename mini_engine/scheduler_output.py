@@ -25,7 +25,8 @@ class SchedulerOutput(NamedTuple):
         siblings of an `n > 1` request share one.
     preempted: sequences that lost their blocks in this step and wait again.
     block_copies: (source, destination) blocks to copy before the forward pass.
-    swap_out, swap_in: (block, host slot) and (host slot, block) copies, done before `block_copies`, in this order.
+    swap_out, swap_in: (block, host slot) and (host slot, block) copies, done before `block_copies`, in this order: of
+        preempted sequences, and of prefixes that the pool gives up or that a request gets back.
     step: its number, from 1; steps land in this order.
     """
 
@@ -46,6 +47,7 @@ class SchedulerOutput(NamedTuple):
 class SchedulerStats:
     """Counters since the start. Prefix figures are in tokens, over admissions; the peak and the swaps are in blocks.
 
+    host_hit_tokens: found beyond those of the pool, and fetched from the host (prefix_tier.py).
     num_swap_fallbacks: preemptions that were to be swaps, and were recomputed since the host memory was full.
     """
 
@@ -53,6 +55,7 @@ class SchedulerStats:
     num_preemptions: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    host_hit_tokens: int = 0
     peak_used_blocks: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0

@@ -90,6 +90,17 @@ def num_host_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     return config.swap_space_bytes // size
 
 
+def num_cache_slots(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Blocks that the host keeps of prefixes the pool gave up. Raises PoolTooSmall for a budget below one block."""
+    size = block_bytes(config, model, dtype)
+    if 0 < config.host_cache_bytes < size:
+        raise PoolTooSmall(
+            f"host_cache_bytes {config.host_cache_bytes:,} holds no block of {size:,} bytes ({config.block_size} "
+            f"tokens). Raise it to {size:,} or more, or set it to 0"
+        )
+    return config.host_cache_bytes // size
+
+
 def _free_gpu_bytes(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
     """What `gpu_memory_utilization` of the card leaves beside what is used and the largest step's activations."""
     free, total = torch.cuda.mem_get_info(device)

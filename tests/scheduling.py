@@ -103,14 +103,16 @@ class ShadowMemory:
                     f"{seq} reads at position {position} (block {slot // self.block_size}) what is not its own prefix"
                 )
 
-    def fail(self, output: SchedulerOutput, batch: Batch | None = None) -> None:
-        """The step died half way: what it was to write is rubbish."""
+    def fail(self, output: SchedulerOutput, batch: Batch | None = None, ahead: SchedulerOutput | None = None) -> None:
+        """The step died half way: what it was to write is rubbish, as is what the step `ahead` was to copy out."""
         if batch is None:
             self.swap(output)
             batch = self.build(output)
         self._copy(output)
         for slot in batch.slot_mapping.tolist():
             self.slots[slot] = -1
+        for _, slot in (*output.swap_out, *(ahead.swap_out if ahead is not None else ())):
+            self.host[slot] = [-1] * self.block_size
 
     def swap(self, output: SchedulerOutput) -> None:
         size = self.block_size

@@ -42,7 +42,7 @@ WITHOUT_TORCH = [
     "mini_engine",
     *(f"mini_engine.{name}" for name in ("errors", "config", "sequence", "block_manager", "scheduler")),
     *(f"mini_engine.{name}" for name in ("block", "block_pool", "eviction", "popularity")),
-    *(f"mini_engine.{name}" for name in ("host_tier", "transfer", "decisions")),
+    *(f"mini_engine.{name}" for name in ("host_tier", "prefix_tier", "transfer", "decisions", "context_shard")),
 ]
 WITHOUT_TORCH_PACKAGES = ("analysis", "simulator")
 

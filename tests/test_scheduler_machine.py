@@ -16,13 +16,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from mini_engine.batch import Batch
 from mini_engine.errors import RequestError
+from mini_engine.eviction import make_policy
+from mini_engine.host_tier import Fault, HostTier
+from mini_engine.prefix_tier import PrefixTier
 from mini_engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from mini_engine.sequence import Sequence, SequenceStatus
+from mini_engine.transfer import TransferLink
 from tests.scheduling import Draw, ShadowMemory, sequence
 
 EOS = 0  # the other tokens are 1 and 2: so few that prefixes coincide by themselves
 PREFIXES = [[1, 2, 1, 2, 1, 1, 2, 2], [1, 2, 1, 2, 2, 2, 2, 1, 1, 1], [2] * 12, []]
 RUNNING, WAITING = SequenceStatus.RUNNING, SequenceStatus.WAITING
+POLICIES: list[Any] = ["lru", "lru", "fifo", "lfu", "value"]
 TROUBLES = ["stop string", "abort", "abort on the way", "failure"]
 
 
@@ -42,7 +47,7 @@ def random_config(draw: random.Random) -> SchedulerConfig:
         max_model_len=max_model_len,
         block_size=draw.randint(1, 4),
         num_blocks=draw.randint(2, 12),
-        eviction_policy=draw.choice(["lru", "lru", "fifo", "lfu", "value"]),
+        eviction_policy=draw.choice(POLICIES),
         preemption_mode="swap" if swap else "recompute",
         num_host_blocks=draw.randint(1, 12) if swap else 0,
     )
@@ -64,6 +69,36 @@ def random_request(draw: random.Random, longest: int) -> dict[str, Any]:
     }
 
 
+def random_tier(draw: random.Random, config: SchedulerConfig) -> PrefixTier | None:
+    """Blocks of one byte; links from one that has always landed to one that hardly ever does. Time moves on within a
+    step, as a real clock does."""
+    if not config.enable_prefix_caching or draw.random() < 0.4:
+        return None
+    dice, slots = random.Random(draw.random()), draw.randint(1, 20)
+
+    def recompute(new: int, history: int) -> float:
+        return new + 0.01 * new * history
+
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += dice.choice([0.0, 0.0, 0.2, 1.0])
+        return now
+
+    host = HostTier(
+        slots,
+        1,
+        config.block_size,
+        TransferLink(draw.choice([0.5, 30.0, 1e6, 1e6]), draw.choice([0.0, 0.0, 0.5])),
+        recompute,
+        draw.choice(["always", "always", "second_sight", "value"]),
+        make_policy(draw.choice(POLICIES), slots),
+        faults=lambda: Fault(dice.choice([1.0] * 5 + [5.0]), fails=dice.random() < 0.1),
+    )
+    return PrefixTier(host, clock, first_slot=config.num_host_blocks)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """`families` knows, like the engine, the sequences of a request from the moment each is first sampled.
 
@@ -82,8 +117,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(draw=st.randoms(use_true_random=False))
     def start(self, draw: random.Random) -> None:
         self.config = config = random_config(draw)
-        self.scheduler = Scheduler(config)
-        self.memory = ShadowMemory(config.num_blocks, config.block_size, config.num_host_blocks)
+        self.tier = random_tier(draw, config)
+        self.scheduler = Scheduler(config, tier=self.tier)
+        num_slots = config.num_host_blocks + (self.tier.host.num_slots if self.tier else 0)
+        self.memory = ShadowMemory(config.num_blocks, config.block_size, num_slots)
         self.one_ahead = draw.random() < 0.5
 
     @rule(draw=st.randoms(use_true_random=False), num_requests=st.integers(1, 4))
@@ -123,8 +160,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def reset_prefix_cache(self) -> None:
         idle = not self.scheduler.running and not self.scheduler.blocks.in_flight
-        assert self.scheduler.blocks.reset_prefix_cache() == idle
-        assert not (idle and self.scheduler.blocks.pool.cached)
+        assert self.scheduler.reset_prefix_cache() == idle
+        assert not idle or self._nothing_cached()
 
     def teardown(self) -> None:
         """Everything ends in a bounded number of steps: each computes at least one token."""
@@ -150,11 +187,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             aborted, self.flight = None, None
             ahead = self._schedule(output)
             self.memory.swap(ahead)
-        (self.memory.fail if fails else self.memory.forward)(output, batch)
+        if fails:
+            self.memory.fail(output, batch, ahead)
+        else:
+            self.memory.forward(output, batch)
         self._abort(aborted, output)
         if fails:
             self.scheduler.undo(*((output,) if ahead is None else (output, ahead)))
-            assert not self.scheduler.running and not self.scheduler.blocks.pool.cached
+            assert not self.scheduler.running and self._nothing_cached()
             self._tidy()
             return output
         self._update(output, [draw(seq) for seq, _ in output.sampled])
@@ -162,6 +202,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._learn(ahead)
             self.flight = ahead, self.memory.build(ahead)
         return output
+
+    def _nothing_cached(self) -> bool:
+        return not self.scheduler.blocks.pool.cached and not (self.tier and self.tier.host.used_bytes)
 
     def _submit(self, output: SchedulerOutput) -> tuple[SchedulerOutput, Batch]:
         self.memory.swap(output)
@@ -218,6 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         admitted = [seq for seq in scheduler.running if seq not in computed and seq.index == 0]
         admitted += [seq for seq in scheduled if seq not in computed and seq.index > 0]
 
+        assert scheduled or not (output.swap_out or output.swap_in), "copies of a step that is never submitted"
         assert scheduled or in_flight is not None, "an idle step while requests are unfinished"
         assert not (output.preempted and in_flight is not None), "a victim may still be computed"
         assert len(set(scheduled)) == len(scheduled)

@@ -23,14 +23,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_llama_dir(tmp_path_factory.mktemp("model")))
 
 
-def answers(model: str, fork: bool = False, **options) -> tuple[list[list[int]], LLM]:
-    """Greedy tokens of all prompts. With fork, each prompt has three outputs, drawn with top_k=1."""
+def answers(model: str, fork: bool = False, times: int = 1, **options) -> tuple[list[list[int]], LLM]:
+    """Greedy tokens of all prompts, the last of so many times. With fork, each prompt has three outputs, drawn with
+    top_k=1."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     if fork:
         params = SamplingParams(n=3, top_k=1, max_tokens=MAX_TOKENS, ignore_eos=True)
     llm = LLM(model, dtype="float32", **{"num_gpu_blocks_override": 400, **options})
     watch_blocks(llm)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+    for _ in range(times):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
     for output in outputs:
         assert len({tuple(each.token_ids) for each in output.outputs}) == 1, "greedy siblings went apart"
     assert llm.engine.scheduler.blocks.num_free_blocks == llm.engine.runner.num_blocks - 1
@@ -111,6 +113,27 @@ def test_a_step_in_flight_and_swap(
         if swap:
             assert stats.num_swapped_out_blocks >= stats.num_swapped_in_blocks > 0
             assert (stats.num_swap_fallbacks > 0) == (swap == 1 << 13)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "swap", "budget", "fork", "admission"),
+    [
+        *itertools.product((True, False), (0, 1 << 20), (7, 64), (True, False), ("always",)),
+        *itertools.product((True, False), (0,), (64,), (False,), ("second_sight", "value")),
+    ],
+)
+def test_a_host_tier(
+    model: str, plain: list[list[int]], in_flight: bool, swap: int, budget: int, fork: bool, admission: str
+) -> None:
+    """All prompts a second time, when the smallest pool has given them up; at a price at which fetching always pays."""
+    options: dict[str, Any] = {"max_num_batched_tokens": budget, "block_size": 4, "host_cache_bytes": 1 << 20}
+    options |= {"host_cache_admission": admission, "host_link_bytes_per_s": 1e12, "prefill_flops_per_s": 1e6}
+    if swap:
+        options |= {"preemption_mode": "swap", "swap_space_bytes": swap}
+    tight = TIGHT_TOKENS // 4 + 1
+    tokens, llm = answers(model, fork, 2, async_scheduling=in_flight, num_gpu_blocks_override=tight, **options)
+    assert tokens == plain
+    assert llm.engine.scheduler.stats.host_hit_tokens > 0
 
 
 @pytest.mark.parametrize(
