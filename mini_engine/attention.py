@@ -126,12 +126,13 @@ class TorchAttention:
 
     def _decodes(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> AttentionState:
         n, heads, dim = q.shape
+        if n == 1:
+            return _one_row_attention(
+                q[0], *(_read(cache, self.decode_blocks, self.longest) for cache in (k_cache, v_cache)), self.scale
+            )
         k, v = (self._gather_decodes(cache, n) for cache in (k_cache, v_cache))
         packed = q.view(n, k.shape[1], -1, dim)
-        if n == 1:
-            state = _one_row_attention(packed, k, v, self.scale)
-        else:
-            state = _softmax_attention(packed, k, v, self.scale, mask=self.mask)
+        state = _softmax_attention(packed, k, v, self.scale, mask=self.mask)
         return AttentionState(state.out.reshape(n, heads, dim), state.lse.reshape(n, heads))
 
     def _gather_decodes(self, cache: torch.Tensor, n: int) -> torch.Tensor:
@@ -150,7 +151,7 @@ class TorchAttention:
         num_new, heads, dim = q.shape
         context = self.batch.context_lens[row]
         length = context + num_new
-        k, v = (_read(cache, self.chunk_blocks[row])[:length].transpose(0, 1) for cache in (k_cache, v_cache))
+        k, v = (_read(cache, self.chunk_blocks[row], length).transpose(0, 1) for cache in (k_cache, v_cache))
         kv_heads = k.shape[0]
         group = heads // kv_heads
         q = q.view(num_new, kv_heads, group, dim)
@@ -177,13 +178,16 @@ def _index(blocks: torch.Tensor) -> torch.Tensor | slice:
     return blocks
 
 
-def _read(cache: torch.Tensor, blocks: torch.Tensor | slice) -> torch.Tensor:
-    """Blocks of a cache, one after the other, [num_blocks * block_size, kv_heads, D].
+def _read(cache: torch.Tensor, blocks: torch.Tensor | slice, length: int | None = None) -> torch.Tensor:
+    """The first `length` tokens (None: all) of blocks of a cache, one after the other, [length, kv_heads, D].
 
     index_select copies block by block, which takes less than half the time of indexing with a tensor.
     """
-    found = cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
-    return found.flatten(0, 1)
+    if isinstance(blocks, torch.Tensor):
+        return cache.index_select(0, blocks).flatten(0, 1)[:length]
+    size = cache.shape[1]
+    first = blocks.start * size
+    return cache.flatten(0, 1)[first : blocks.stop * size if length is None else first + length]
 
 
 def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
@@ -195,12 +199,15 @@ def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torc
 def _one_row_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> AttentionState:
     """The formula for one sequence's next token, in few operators: there is too little work to share out to threads.
 
-    q [1, H, M, D], k and v [1, H, L, D]. log_softmax = score - lse, so any one score yields the lse.
+    q [heads, D], k and v [L, kv_heads, D]. log_softmax = score - lse, so any one score yields the lse.
     """
-    scores = torch.bmm(q[0].float() * scale, k[0].float().transpose(1, 2))
+    heads, dim = q.shape
+    packed = q.view(k.shape[1], -1, dim).float() * scale
+    scores = torch.bmm(packed, k.permute(1, 2, 0).float())
     log_weights = torch.log_softmax(scores, dim=-1)
     lse = scores[..., 0] - log_weights[..., 0]
-    return AttentionState(torch.bmm(log_weights.exp_(), v[0].float())[None], lse[None])
+    out = torch.bmm(log_weights.exp_(), v.transpose(0, 1).float())
+    return AttentionState(out.view(1, heads, dim), lse.view(1, heads))
 
 
 def _softmax_attention(

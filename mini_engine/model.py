@@ -92,12 +92,12 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             h = ops.rms_norm(x, layer.input_norm, config.rms_norm_eps)
             qkv = layer.qkv(h).view(len(x), heads + 2 * kv_heads, dim)
-            qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+            qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 qk = ops.qk_norm(qk, layer.q_norm, layer.k_norm, heads, config.rms_norm_eps)
-            qk = rotate(qk)
-            ops.write(kv, i, qk[:, heads:], v, batch.slot_mapping)
-            out = attention(qk[:, :heads], *kv.layers[i]).out
+            q, k = rotate(qk).split((heads, kv_heads), 1)
+            ops.write(kv, i, k, v, batch.slot_mapping)
+            out = attention(q, *kv.layers[i]).out
             x = x + layer.o(out.flatten(1).to(x.dtype))
             h = ops.rms_norm(x, layer.post_norm, config.rms_norm_eps)
             x = x + layer.down(ops.swiglu(layer.gate_up(h)))
