@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mini_engine.simulator.tiers import PrefixPrices, PrefixReplay, belady_report, keyed_trace
     from mini_engine.simulator.timeline import Timeline
     from mini_engine.simulator.traces import load_agent_sessions, load_mooncake
-    from mini_engine.simulator.twelve_rounds import twelve_rounds
     from mini_engine.simulator.workloads import Request, fixed_arrivals, poisson_arrivals, request_list
 
 _HOME = {
@@ -42,7 +41,6 @@ _HOME = {
     "PrefixReplay": "tiers",
     "belady_report": "tiers",
     "keyed_trace": "tiers",
-    "twelve_rounds": "twelve_rounds",
 }
 __all__ = [
     "MeasuredStep",
@@ -65,7 +63,6 @@ __all__ = [
     "request_list",
     "simulate",
     "summary",
-    "twelve_rounds",
 ]
 
 
