@@ -15,7 +15,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from mini_engine.checkpoint import Checkpoint
 
@@ -36,13 +35,14 @@ class Int4Groups(NamedTuple):
 
 
 class Linear:
-    """x @ weight.T with weight [out, in]."""
+    """x @ weight.T with weight [out, in] and x [T, in]."""
 
     def __init__(self, weight: torch.Tensor):
         self.weight = weight
+        self._transposed = weight.t()  # made once: F.linear would make it at each call
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+        return torch.mm(x, self._transposed)
 
     def tensors(self) -> list[torch.Tensor]:
         """All weights held."""
@@ -67,7 +67,7 @@ class Int4Linear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > MAX_INT4_ROWS:
-            return F.linear(x, self.weight)
+            return super().__call__(x)
         product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale_and_zero)
         return product.to(x.dtype)
 
@@ -84,11 +84,12 @@ class HalfLinear(Linear):
     def __init__(self, weight: torch.Tensor):
         super().__init__(weight)
         self.half = weight.bfloat16()
+        self._half_transposed = self.half.t()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > MAX_INT4_ROWS:
-            return F.linear(x, self.weight)
-        return F.linear(x.bfloat16(), self.half).to(x.dtype)
+            return super().__call__(x)
+        return torch.mm(x.bfloat16(), self._half_transposed).to(x.dtype)
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.weight, self.half]

@@ -82,7 +82,7 @@ class TorchOps:
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
 
 def make_ops(attention_backend: str, device: torch.device) -> Ops:
