@@ -127,9 +127,8 @@ class TorchAttention:
     def _decodes(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> AttentionState:
         n, heads, dim = q.shape
         if n == 1:
-            return _one_row_attention(
-                q[0], *(_read(cache, self.decode_blocks, self.longest) for cache in (k_cache, v_cache)), self.scale
-            )
+            k, v = (_read(cache, self.decode_blocks, self.longest) for cache in (k_cache, v_cache))
+            return _one_row_attention(q[0], k, v, self.scale)
         k, v = (self._gather_decodes(cache, n) for cache in (k_cache, v_cache))
         packed = q.view(n, k.shape[1], -1, dim)
         state = _softmax_attention(packed, k, v, self.scale, mask=self.mask)
