@@ -1,4 +1,4 @@
-"""A small KV pool that a student's functions work on, and a referee that watches every move (exercise 8-3).
+"""A referee that lets a student's functions play on a small KV pool and watches every move (exercise 8-3).
 
     play("allocate A 6; append A; fork A B; append B; free A", num_blocks=8, size=4, allocate=allocate, …)
 
@@ -11,90 +11,28 @@ blocks as its tokens need; a started block that others map too is copied before 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-from coursekit.checks import CheckFailed
+from coursekit.checks import UNSOLVED, CheckFailed
+from coursekit.compare import counted
+from coursekit.game_pool import Pool, Token, changed, early, fault, snapshot
+from coursekit.raised import raised, scope_of
 
-Token = tuple[str, int]  # who wrote it, at which position
-
-
-@dataclass
-class Pool:
-    """Blocks and who maps them. `free` is given out from its front; where a freed block goes in it does not matter.
-
-    refs: for each block, how many tables map it. tables, lengths: for each request, its blocks in order of position,
-    and its tokens. in_flight: blocks that a submitted step still reads or writes. parked: blocks without references
-    that wait for that step. slots: what each slot of the KV memory holds.
-    """
-
-    num_blocks: int
-    size: int
-    free: list[int] = field(default_factory=list)
-    refs: list[int] = field(default_factory=list)
-    tables: dict[str, list[int]] = field(default_factory=dict)
-    lengths: dict[str, int] = field(default_factory=dict)
-    in_flight: set[int] = field(default_factory=set)
-    parked: list[int] = field(default_factory=list)
-    slots: list[Token | None] = field(default_factory=list)
-    num_copies: int = 0
-
-    def __post_init__(self) -> None:
-        self.free, self.refs = list(range(self.num_blocks)), [0] * self.num_blocks
-        self.slots = [None] * (self.num_blocks * self.size)
-
-    def copy(self, source: int, destination: int) -> None:
-        """Copy what the slots of block `source` hold into block `destination`."""
-        size = self.size
-        self.slots[destination * size : (destination + 1) * size] = self.slots[source * size : (source + 1) * size]
-        self.num_copies += 1
-
-
-def fault(pool: Pool) -> str:
-    """The first thing wrong with the pool, in a sentence; "" where all is well.
-
-    Blocks in flight are looked at apart, by `early`: a release that comes too early does harm only later.
-    """
-    mapped: dict[int, list[str]] = {}
-    for request, table in pool.tables.items():
-        for block in table:
-            if block not in range(pool.num_blocks):
-                return f"the table of {request} maps {block!r}, which is no block: there are 0 to {pool.num_blocks - 1}"
-            mapped.setdefault(block, []).append(request)
-    for block, times in Counter(pool.free).items():
-        if times > 1:
-            return f"double free: block {block} is {times} times in the free list, so two requests will both get it"
-        if block in mapped:
-            return f"freed but mapped: block {block} is in the free list and still in the table of {mapped[block][0]}"
-    for block in range(pool.num_blocks):
-        users = mapped.get(block, [])
-        if len(set(users)) < len(users):
-            return f"block {block} is twice in the table of {users[0]}"
-        if not users and block not in pool.free and block not in pool.parked:
-            return f"leak: block {block} is in no table and not in the free list, so nobody will ever get it again"
-        if not users and block in pool.parked and block not in pool.in_flight:
-            return f"leak: block {block} is still parked, although no step is in flight"
-        if pool.refs[block] != len(users):
-            return f"wrong count: refs[{block}] is {pool.refs[block]}, but {len(users)} tables map block {block}"
-    return _wrong_table(pool)
-
-
-def early(pool: Pool) -> list[int]:
-    """Blocks in the free list that a submitted step still uses."""
-    return [block for block in pool.free if block in pool.in_flight]
-
-
-def _wrong_table(pool: Pool) -> str:
-    if set(pool.tables) != set(pool.lengths):
-        return f"tables knows {sorted(pool.tables)}, lengths knows {sorted(pool.lengths)}"
-    for request, table in pool.tables.items():
-        tokens, needed = pool.lengths[request], -(-pool.lengths[request] // pool.size)
-        if len(table) != needed:
-            size = pool.size
-            return f"the table of {request} has {len(table)} blocks; {tokens} tokens in blocks of {size} need {needed}"
-    return ""
+# verb → what follows it
+_MOVES = {
+    "allocate": "REQUEST TOKENS",
+    "append": "REQUEST",
+    "fork": "PARENT CHILD",
+    "free": "REQUEST",
+    "submit": "",
+    "abort": "REQUEST",
+    "land": "",
+}
+_WITHOUT_A_BLOCK = {  # what a function does where the pool has no block for it
+    "allocate": "Where there are too few free blocks, return False and change nothing.",
+    "append": "Where a block is needed and none is free, return None and change nothing.",
+}
 
 
 class Referee:
@@ -107,25 +45,50 @@ class Referee:
         self.submitted: list[tuple[int, Token]] = []
         self.moves: list[str] = []
         self.copies = 0
+        self.early = ""
 
     def play(self, script: str) -> list[list[Any]]:
         """For every move: [free blocks, copies so far, the tables with blocks numbered as they first appear]."""
         seen = []
         for move in filter(None, map(str.strip, script.split(";"))):
             self.moves.append(move)
-            verb, *names = move.split()
+            verb, names = self._read_move(move)
             getattr(self, f"_{verb}")(*names)
             self._inspect()
             seen.append(self._state())
-        if early(self.pool):
-            self._fail(self._early_sentence())
+            if not self.early and (blocks := early(self.pool)):
+                self.early = f"{move}” put block {blocks[0]} into the free list while the submitted step still used it"
+        if self.early:  # told at the end, so that the harm is told first where the moves show it
+            self._fail(f"Released in flight: “{self.early}. No references is only half of the condition")
         return seen
+
+    def _read_move(self, move: str) -> tuple[str, list[str]]:
+        verb, *names = move.split()
+        if verb not in _MOVES:
+            self._fail(f"there is no move {verb!r}; there are {', '.join(_MOVES)}")
+        if len(names) != len(_MOVES[verb].split()):
+            self._fail(f"the move is written “{f'{verb} {_MOVES[verb]}'.strip()}”")
+        if verb != "submit" and verb not in self.functions:
+            self._fail(f"play was given no function for {verb}: add {verb}=… to the call")
+        if verb == "allocate" and not (names[1].isdecimal() and int(names[1])):
+            self._fail(f"{names[1]!r} is no number of tokens: a whole number of at least 1 belongs there")
+        born = {"allocate": names[:1], "fork": names[1:]}.get(verb, [])
+        for name in names if verb != "allocate" else names[:1]:
+            if name in born and name in self.contexts:
+                self._fail(f"there is a request {name} already")
+            if name not in born and name not in self.contexts:
+                self._fail(f"there is no request {name}: it was not admitted, or has ended")
+        return verb, names
 
     def _allocate(self, request: str, tokens: str) -> None:
         count, room = int(tokens), len(self.pool.free) * self.pool.size
+        before = snapshot(self.pool)
         done = self._call("allocate", request, count)
         if done is not (count <= room):
-            self._fail(f"allocate returned {done!r}; {count} tokens, room for {room}: it should return {count <= room}")
+            wanted = f"{counted(count, 'token')}, room for {room}: it should return {count <= room}"
+            self._fail(f"{self._name('allocate')} returned {done!r}; {wanted}")
+        if not done:
+            self._must_not_change(before, f"{self._name('allocate')} returned False")
         if done:
             self._must_know(request)
             self.contexts[request] = [(request, position) for position in range(count)]
@@ -138,31 +101,40 @@ class Referee:
         table = list(pool.tables[request])
         opens = position % pool.size == 0
         shared = not opens and sum(table[-1] in other for other in pool.tables.values()) > 1
+        common = any(block in other for name, other in pool.tables.items() if name != request for block in table)
         fits = bool(pool.free) or not (opens or shared)
         self.copies += shared and fits
-        slot = self._call("append", request)
+        before = snapshot(pool)
+        slot, shown = self._call("append", request), self._name("append")
         if not fits:
             if slot is not None:
                 self._fail(
-                    f"append returned {slot!r} although it needs a block and none is free: it should return None"
+                    f"{shown} returned {slot!r} although it needs a block and none is free: it should return None"
                 )
+            self._must_not_change(before, f"{shown} returned None, since it needs a block and none is free,")
             return
         self._must_know(request)
-        self._check_tail(request, position, shared)
+        why = "the shared tokens must come along"
+        if pool.num_copies > self.copies:
+            why = "nobody else maps this block"
+            if common:
+                why = "only the block that is written needs a copy; nobody writes into a full one, so it stays shared"
+        self._check_tail(request, position, why)
         wanted = self._slot(request, position)
         if slot != wanted:
             self._fail(
-                f"append returned {slot!r}, but position {position} of {request} is slot {wanted}: block "
+                f"{shown} returned {slot!r}, but position {position} of {request} is slot {wanted}: block "
                 f"{wanted // pool.size} × {pool.size} + {wanted % pool.size}"
             )
         self.contexts[request].append((request, position))
         pool.slots[wanted] = (request, position)
 
-    def _check_tail(self, request: str, position: int, shared: bool) -> None:
+    def _check_tail(self, request: str, position: int, why: str) -> None:
         pool = self.pool
         i = position // pool.size
         if len(pool.tables[request]) <= i:
-            self._fail(f"the table of {request} has {len(pool.tables[request])} blocks: none for position {position}")
+            has = counted(len(pool.tables[request]), "block")
+            self._fail(f"the table of {request} has {has}: none for position {position}")
         block = pool.tables[request][i]
         others = [name for name, table in pool.tables.items() if name != request and block in table]
         if others:
@@ -171,14 +143,13 @@ class Referee:
                 f"maps too. Their tokens would overwrite each other"
             )
         if pool.num_copies != self.copies:
-            self._fail(
-                f"{pool.num_copies} copies so far, {self.copies} needed: "
-                + (
-                    "nobody else maps this block"
-                    if pool.num_copies > self.copies
-                    else "the shared tokens must come along"
-                )
-            )
+            needed = f"{self.copies} {'is' if self.copies == 1 else 'are'} needed"
+            self._fail(f"{counted(pool.num_copies, 'copy', 'copies')} so far, {needed}: {why}")
+
+    def _must_not_change(self, before: Pool, what: str) -> None:
+        found = changed(before, self.pool)
+        if found:
+            self._fail(f"{what} and should leave the pool exactly as it was, but {found}")
 
     def _fork(self, parent: str, child: str) -> None:
         free = len(self.pool.free)
@@ -209,21 +180,28 @@ class Referee:
         """The submitted step is done: what it wrote is there now, wherever its blocks have gone meanwhile."""
         for slot, token in self.submitted:
             self.pool.slots[slot] = token
-        self._read(self._early_sentence())
+        self._read("Released in flight: its block went to the free list while the submitted step still used it")
         self.submitted = []
         self._call("land")
         if self.pool.in_flight:
             self._fail(f"the step has landed, and blocks {sorted(self.pool.in_flight)} are still in flight")
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def _name(self, verb: str) -> str:
+        """The student's own name of the function that serves a move: append_cow for append."""
+        return str(getattr(self.functions[verb], "__name__", verb))
+
+    def _call(self, verb: str, *arguments: Any) -> Any:
+        function, name = self.functions[verb], self._name(verb)
+        short = not self.pool.free
         try:
-            return self.functions[name](self.pool, *arguments)
+            return function(self.pool, *arguments)
         except NotImplementedError as unsolved:
             line = str(unsolved) or "write your answer in its place"
-            sentence = f"Not solved yet: {name} still raises NotImplementedError ({line}); hints are below."
+            sentence = f"{UNSOLVED}: {name} still raises NotImplementedError ({line}). The notebook has a hint."
             raise CheckFailed(sentence) from None
         except Exception as error:
-            self._fail(f"{name} raised {type(error).__name__}: {error}")
+            empty = isinstance(error, IndexError) and (short or not self.pool.free)
+            self._fail(f"{raised(name, error, scope_of(function))} {_WITHOUT_A_BLOCK.get(verb, '') if empty else ''}")
 
     def _sound(self) -> None:
         found = fault(self.pool)
@@ -235,7 +213,8 @@ class Referee:
         for request, tokens in self.contexts.items():
             self._must_know(request)
             if self.pool.lengths[request] != len(tokens):
-                self._fail(f"lengths[{request!r}] is {self.pool.lengths[request]}, {request} has {len(tokens)} tokens")
+                has = counted(len(tokens), "token")
+                self._fail(f"lengths[{request!r}] is {self.pool.lengths[request]}, {request} has {has}")
         self._read()
 
     def _read(self, why: str = "") -> None:
@@ -253,12 +232,6 @@ class Referee:
     def _slot(self, request: str, position: int) -> int:
         return self.pool.tables[request][position // self.pool.size] * self.pool.size + position % self.pool.size
 
-    def _early_sentence(self) -> str:
-        return (
-            "Released in flight: a block went to the free list while the submitted step still used it. No references "
-            "is only half of the condition"
-        )
-
     def _state(self) -> list[Any]:
         names: dict[int, int] = {}
         tables = {
@@ -271,24 +244,9 @@ class Referee:
         raise CheckFailed(f"After “{'; '.join(self.moves)}”: {sentence.strip().rstrip('.')}.") from None
 
 
-def play(
-    script: str,
-    num_blocks: int,
-    size: int,
-    earlier: Mapping[str, Callable[[], Any]] | None = None,
-    **functions: Callable[..., Any],
-) -> list[list[Any]]:
+def play(script: str, num_blocks: int, size: int, **functions: Callable[..., Any]) -> list[list[Any]]:
     """Let the functions play the script on a fresh pool. Raises CheckFailed at the first broken rule.
 
     Moves: allocate R TOKENS, append R, fork PARENT CHILD, free R, submit, abort R, land; separated by semicolons.
-    earlier: an earlier part of the exercise → a play of its own moves. Where that fails, it is what the message says.
     """
-    try:
-        return Referee(num_blocks, size, functions).play(script)
-    except CheckFailed as failed:
-        for part, replay in (earlier or {}).items():
-            try:
-                replay()
-            except CheckFailed as first:
-                raise CheckFailed(f"Part {part} does not pass yet: mend it first. {first}") from None
-        raise failed from None
+    return Referee(num_blocks, size, functions).play(script)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,21 @@ from coursekit.errors import CourseError
 from coursekit.exercise import kind_of
 from coursekit.kernel import Limits
 from coursekit.reading import read_cells
-from coursekit.release import by_name
+from coursekit.release import ANSWER_HERE, by_name
 from coursekit.runner import Job, NotebookRun, run_notebooks
 from coursekit.score import answer_failure, describe
 
 _SIGNS = {"passed": "✓", "unsolved": "·", "open": "?"}
 _MAX_BYTES = 200_000_000
+_FRESH = "take a fresh copy and paste your answers into it"
 
 
 @dataclass(frozen=True)
 class Part:
-    """outcome as in score.ItemResult; an open question is "open"."""
+    """outcome as in score.ItemResult; an open question is "open", with a message while it has no answer.
+
+    part: its letter in the notebook.
+    """
 
     title: str
     points: float
@@ -33,6 +37,7 @@ class Part:
     outcome: str
     message: str = ""
     read: str = ""
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,28 +107,41 @@ def _checked(book: nbformat.NotebookNode, run: NotebookRun) -> Checked:
     textbook = book.metadata["textbook"]
     cells = {cell.metadata["nbgrader"]["grade_id"]: cell for cell in book.cells if "nbgrader" in cell.metadata}
     problems = []
+    edited = set()
     for grade_id, cell in cells.items():
         known = cell.metadata["nbgrader"].get("checksum")
         if known and known != checksum(cell):
+            edited.add(grade_id)
             problems.append(f"the locked cell {grade_id} was edited; grading uses the original")
         if kind_of(cell) == "setup" and grade_id in run.cells and run.cells[grade_id].status != "ok":
             problems.append(f"the set-up cell {grade_id} fails: {describe(run.cells[grade_id], run.fate)[1]}")
     parts = []
     for item in textbook["items"]:
-        about = (item["title"], item["points"])
-        if item["kind"] == "question":
-            parts.append(Part(about[0], 0.0, about[1], "open"))
-        elif item["grade_id"] not in cells:
-            lost = "its check cell is no longer in the notebook; take a fresh copy and paste your answers into it"
-            parts.append(Part(about[0], 0.0, about[1], "died", lost))
-        else:
-            outcome, message = describe(run.cells.get(item["grade_id"]), run.fate)
-            if outcome != "passed":
-                answers = [name for name, cell in cells.items() if _answers(cell, item.get("part"))]
-                message = answer_failure(answers, run.cells) + message
-            points = item["points"] if outcome == "passed" else 0.0
-            parts.append(Part(about[0], points, about[1], outcome, message, item.get("read", "")))
+        outcome, message = _outcome(item, cells, edited, run)
+        points = item["points"] if outcome == "passed" else 0.0
+        about = (item["title"], points, item["points"], outcome, message)
+        parts.append(Part(*about, item.get("read", ""), item.get("part", "")))
     return Checked(textbook["exercise"], textbook.get("title", ""), parts, problems)
+
+
+def _outcome(
+    item: Mapping[str, Any], cells: Mapping[str, nbformat.NotebookNode], edited: Collection[str], run: NotebookRun
+) -> tuple[str, str]:
+    cell = cells.get(item["grade_id"])
+    if item["kind"] == "question":
+        written = cell.source.replace(ANSWER_HERE, "").strip() if cell else ""
+        return "open", "" if written else "not answered yet" if cell else "its cell is no longer in the notebook"
+    if cell is None:
+        return "died", f"its check cell is no longer in the notebook; {_FRESH}"
+    if cell.metadata["nbgrader"]["grade_id"] in edited:
+        return "died", f"its check cell was edited, so what it says does not count; {_FRESH}"
+    outcome, message = describe(run.cells.get(item["grade_id"]), run.fate)
+    if outcome == "passed":
+        return outcome, message
+    answers = [name for name, cell in cells.items() if _answers(cell, item.get("part"))]
+    if not answers:
+        return "died", f"its answer cell is no longer in the notebook; {_FRESH}"
+    return outcome, answer_failure(answers, run.cells) + message
 
 
 def _answers(cell: nbformat.NotebookNode, part: str | None) -> bool:
@@ -132,15 +150,18 @@ def _answers(cell: nbformat.NotebookNode, part: str | None) -> bool:
 
 def report(checked: Checked) -> str:
     """The summary a student reads in a terminal or below a notebook cell."""
-    width = max([len(part.title) for part in checked.parts] + [20])
+    titles = [f"{part.part}  {part.title}".strip() for part in checked.parts]
+    width = max([len(title) for title in titles] + [20])
     lines = [f"{checked.exercise}: {checked.title}"]
     lines += [f"  ! {problem}" for problem in checked.problems]
-    for part in checked.parts:
+    for part, title in zip(checked.parts, titles, strict=True):
         sign = _SIGNS.get(part.outcome, "✗")
         gained = f"{part.points:g} of {part.max_points:g}"
         if part.outcome == "open":
+            sign = "·" if part.message else sign
             gained = f"{_points(part.max_points)}, read by your instructor"
-        lines.append(f"  {sign} {part.title:<{width}}  {gained}")
+            gained += f"; {part.message}" if part.message else ""
+        lines.append(f"  {sign} {title:<{width}}  {gained}")
         if part.outcome not in ("passed", "open"):
             lines += [f"      {line}" for line in part.message.splitlines()]
             lines += [f"      Read next: {part.read}"] if part.read else []

@@ -11,30 +11,19 @@ talked out of its verdict by the code it runs beside, so points rest on probes, 
 from __future__ import annotations
 
 import json
-import linecache
 import sys
-import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 from coursekit.compare import difference, plain, show, show_both
+from coursekit.raised import is_unknown_to_the_check, raised, scope_of
 
 PROBE_PREFIX = "textbook-probe "
 _MAX_PROBE_CHARS = 200_000
 # Taken before any student code runs: names replaced by accident must not swallow a probe.
 _STDOUT = sys.stdout
 _DUMPS = json.dumps
-# (an exception's class, words of its message, what that usually means in a student's function)
-_USUALLY: tuple[tuple[type[Exception], str, str], ...] = (
-    (FrozenInstanceError, "", "This object cannot be assigned to: dataclasses.replace makes a changed copy."),
-    (ValueError, "empty", "min() and max() need an entry: deal with the empty case first, or give them a default."),
-    (IndexError, "", "The list has fewer entries for this input than the code takes for granted."),
-    (ZeroDivisionError, "", "The divisor is 0 for this input: deal with that case first."),
-    (TypeError, "NoneType", "Something used here is None: is a `return` missing?"),
-    (TypeError, "positional argument", "Keep the arguments as the stub has them."),
-    (RuntimeError, "changed size", "Go over a copy, list(…), of what the loop changes."),
-)
+UNSOLVED = "Not solved yet"
 Earlier = Mapping[str, Callable[[], Any]]
 
 
@@ -55,6 +44,7 @@ def expect(
     mistakes: Mapping[str, Any] | None = None,
     hint: str = "",
     earlier: Earlier | None = None,
+    reveal: bool = True,
 ) -> None:
     """Say nothing where `got` is `want`; otherwise raise CheckFailed with a sentence a student can use.
 
@@ -64,6 +54,7 @@ def expect(
         of several that lead to this value only the first is named.
     earlier: an earlier part whose answer this one calls → a call of `expect` for it, on the inputs that matter here.
         Where it fails, that is the sentence, and no diagnosis of this part.
+    reveal: False keeps `want`, a number, to itself: the sentence says too high or too low.
     """
     value = plain(_call(name, got, hint, earlier))
     wanted = plain(want)
@@ -71,10 +62,11 @@ def expect(
     if clause is None:
         return
     _mend_first(earlier)
-    came, belongs = show_both(value, wanted)
-    sentences = [f"{name} should be {belongs}, and came out as {came}."]
-    if isinstance(wanted, (list, tuple, dict)) or type(value) is not type(wanted):
+    sentences = [_verdict(name, value, wanted, reveal)]
+    if isinstance(wanted, (list, tuple, dict)):
         sentences.append(f"First difference: {clause}.")
+    elif value is None and None not in (mistakes or {}).values():  # where None may be meant, a mistake says so
+        sentences.append("Is a `return` missing?")
     tolerance = max(rel_tol, 1e-9)
     for label, wrong in (mistakes or {}).items():
         if difference(value, plain(wrong), tolerance, abs_tol) is None:
@@ -133,27 +125,22 @@ def _call(name: str, got: Any, hint: str, earlier: Earlier | None) -> Any:
     except CheckFailed:
         raise
     except Exception as error:
-        if isinstance(error, NameError) and not isinstance(error, UnboundLocalError):
+        scope = scope_of(got)
+        if is_unknown_to_the_check(error, scope):
             reason = f"{name} cannot be computed: {error}. Run the answer cells above first, and mind the spelling."
             raise CheckFailed(reason) from None
         _mend_first(earlier)
-        sentences = [f"{name} raised {type(error).__name__}{_place(error, got)}: {error}."]
-        sentences += [means for kind, words, means in _USUALLY if isinstance(error, kind) and words in str(error)]
-        raise CheckFailed(" ".join([*sentences, hint]).strip()) from error
+        raise CheckFailed(f"{raised(name, error, scope)} {hint}".strip()) from error
 
 
-def _place(error: Exception, got: Callable[[], Any]) -> str:
-    """The function of the notebook it was raised in, and the line; "" where there is none.
-
-    Lambdas and comprehensions have no name worth telling, and what a dataclass was given has no line: the function
-    around them stands for them.
-    """
-    place = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        name, text = frame.f_code.co_name, linecache.getline(frame.f_code.co_filename, line).strip()
-        if frame.f_globals is getattr(got, "__globals__", None) and text and not name.startswith("<"):
-            place = f" in {name}, at `{text}`"
-    return place
+def _verdict(name: str, value: Any, wanted: Any, reveal: bool) -> str:
+    came, belongs = show_both(value, wanted)
+    if reveal:
+        return f"{name} should be {belongs}, and came out as {came}."
+    numbers = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return (
+        f"{name} came out as {came}, which is {('too high' if value > wanted else 'too low') if numbers else 'wrong'}."
+    )
 
 
 def _mend_first(earlier: Earlier | None) -> None:
@@ -161,9 +148,21 @@ def _mend_first(earlier: Earlier | None) -> None:
         try:
             check()
         except CheckFailed as failed:
-            raise CheckFailed(f"Part {part} does not pass yet: mend it first. {failed}") from None
+            raise mend_first(part, failed) from None
+
+
+def mend_first(part: str, failed: CheckFailed) -> CheckFailed:
+    """What a later part says while an earlier one it builds on fails."""
+    if str(failed).startswith(UNSOLVED):
+        return CheckFailed(f"{UNSOLVED}: this builds on part {part}, which is not solved yet.")
+    return CheckFailed(f"Part {part} does not pass yet: mend it first. {failed}")
+
+
+def uses(function: Any, name: str) -> bool:
+    """Does the code of the function itself (not of one inside it) name this global?"""
+    return name in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def _unsolved(name: str, error: NotImplementedError) -> str:
     line = str(error) or "write your answer in its place"  # the line of a stub says which part it belongs to
-    return f"Not solved yet: {name} still raises NotImplementedError ({line}); hints are below."
+    return f"{UNSOLVED}: {name} still raises NotImplementedError ({line}). The notebook has a hint."

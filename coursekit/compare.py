@@ -53,6 +53,11 @@ def _text(value: Any, digits: int) -> str:
     return repr(value)
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """ "1 block", "2 blocks"."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def difference(got: Any, want: Any, rel_tol: float = 1e-9, abs_tol: float = 0.0, where: str = "") -> str | None:
     """The first place where `got` is not `want`, as a clause ("[2]: 14, not 7"), or None where they agree.
 
@@ -64,7 +69,7 @@ def difference(got: Any, want: Any, rel_tol: float = 1e-9, abs_tol: float = 0.0,
         if not isinstance(got, (list, tuple)):
             return f"{at}{_kind(got)} came where a list of {len(want)} belongs"
         if len(got) != len(want):
-            return f"{at}{len(got)} entries, not {len(want)}"
+            return f"{at}{counted(len(got), 'entry', 'entries')}, not {len(want)}"
         pairs = [(f"{where}[{index}]", got[index], item) for index, item in enumerate(want)]
     elif isinstance(want, dict):
         if not isinstance(got, dict):
@@ -98,6 +103,8 @@ def _number(value: Any) -> bool:
 
 def _clause(got: Any, want: Any) -> str:
     came, belongs = show_both(got, want)
+    if got is None:
+        return f"{_kind(got)}, not {belongs}"
     alike = type(got) is type(want) or (_number(got) and _number(want))
     return f"{came if alike else f'{_kind(got)} {came}'}, not {belongs}"
 

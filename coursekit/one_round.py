@@ -1,13 +1,15 @@
-"""What the engine's own scheduler puts into one round, for checks that compare a student's round with it."""
+"""What the engine's own scheduler does, in one round or in a whole run, for checks that compare a student's with it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mini_engine.analysis import BOOK_STEP, tokens_computed
 from mini_engine.config import SchedulerConfig
 from mini_engine.scheduler import Scheduler
 from mini_engine.sequence import SamplingParams
 from mini_engine.sequence import Sequence as EngineSequence
+from mini_engine.simulator import Request, simulate
 
 
 def scheduled_round(decoding: Sequence[str], prompts: Mapping[str, int], budget: int, threshold: int) -> dict[str, int]:
@@ -39,3 +41,14 @@ def scheduled_round(decoding: Sequence[str], prompts: Mapping[str, int], budget:
 
 def _sequence(name: str, num_tokens: int) -> EngineSequence:
     return EngineSequence(name, [0] * num_tokens, SamplingParams(max_tokens=4, ignore_eos=True))
+
+
+def admission_counts(workload: Sequence[Request], config: SchedulerConfig) -> dict[str, int]:
+    """{"most_running", "preemptions", "recomputed"} of a run with the book's step times (exercise 8-0 f)."""
+    run = simulate(workload, config, BOOK_STEP)
+    once = sum(tokens_computed(request.num_prompt_tokens, request.num_output_tokens) for request in workload)
+    return {
+        "most_running": max(round_.num_running for round_ in run.rounds),
+        "preemptions": run.stats.num_preemptions,
+        "recomputed": run.stats.num_scheduled_tokens - once,
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from coursekit.compare import counted
 from coursekit.figures.show import GRID, INK, PALETTE, PAPER, ink_on, new_figure, style
 from coursekit.figures.timeline import keys
 
@@ -141,7 +142,7 @@ def pool_over_time(timelines: Mapping[str, Any]) -> Figure:
                 axes.plot(round_.start, round_.used_blocks, "v", color=PALETTE[5], markersize=9)
         peak = max(round_.num_running for round_ in rounds)
         style(
-            axes, f"{name}: at most {peak} at a time, {timeline.stats.num_preemptions} preemptions, "
+            axes, f"{name}: at most {peak} at a time, {counted(timeline.stats.num_preemptions, 'preemption')}, "
             f"{timeline.duration:.1f} s in all", "", "blocks in use",
         )  # fmt: skip
         axes.text(timeline.end, pool * 1.03, f"pool: {pool:,} blocks", ha="right", va="bottom", fontsize=9, color=INK)

@@ -28,11 +28,11 @@ def reference_counts(history: Mapping[str, Mapping[int, int]]) -> Figure:
             shade, freed = _COUNTS[min(count, 2)], before.get(block, 0) and not count
             axes.bar(x, 0.84, 0.9, bottom=y + 0.08, color=shade, edgecolor=PALETTE[5] if freed else GRID,
                      linewidth=2.2 if freed else 0.8)  # fmt: skip
-            word = str(count) if count else "free" if freed else "·"
+            word = str(count) if count else "free"
             axes.text(x, y + 0.5, word, ha="center", va="center", fontsize=10, color=ink_on(shade),
                       fontweight="bold" if count > 1 or freed else None)  # fmt: skip
         before = counts
-    style(axes, "How many tables map each block", "block", "")
+    style(axes, "Tables that map each block (framed: just came free)", "block", "")
     axes.set_xticks(range(len(columns)), [str(block) for block in columns])
     axes.set_yticks([y + 0.5 for y in range(len(history))], list(history))
     axes.set_ylim(len(history), 0)
@@ -67,10 +67,10 @@ def block_contents(states: Mapping[str, Mapping[str, Sequence[str]]], size: int)
 
 
 def _shade(word: str) -> str:
-    """Colour of a slot by who wrote it: the word's first letter; small letters are the common prompt."""
+    """Colour of a slot by who wrote it, the word's first letter: A has the first. Small letters: the common prompt."""
     if not word:
         return PAPER
-    return PALETTE[0] if word[0].islower() else PALETTE[1 + (ord(word[0]) - ord("A")) % (len(PALETTE) - 1)]
+    return GRID if word[0].islower() else PALETTE[(ord(word[0]) - ord("A")) % len(PALETTE)]
 
 
 def branch_trees(trees: Mapping[str, tuple[int, int, int]]) -> Figure:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coursekit.block_game import Pool, Referee, early, fault, play
+from coursekit.block_game import Referee, play
 from coursekit.checks import CheckFailed
 from coursekit.exercise import Exercise
+from coursekit.game_pool import Pool, changed, early, fault
 from mini_engine.block_manager import BlockManager
 from mini_engine.sequence import Sequence
 
@@ -117,7 +118,7 @@ DAMAGE = {
     "no block": (lambda pool: pool.tables["A"].append(9), "maps 9, which is no block"),
     "too long": (lambda pool: pool.lengths.__setitem__("B", 9), "has 2 blocks; 9 tokens in blocks of 4 need 3"),
     "unknown": (lambda pool: pool.lengths.pop("B"), "tables knows ['A', 'B'], lengths knows ['A']"),
-    "parked": (lambda pool: (pool.free.remove(4), pool.parked.append(4)), "still parked, although no step"),
+    "parked": (lambda pool: (pool.free.remove(4), pool.parked.append(4)), "block 4 is parked, although no step"),
 }
 
 
@@ -137,3 +138,54 @@ def test_copy_moves_what_the_slots_hold() -> None:
     pool.slots[2:] = [("A", 0), ("A", 1)]
     pool.copy(1, 0)
     assert pool.slots == [("A", 0), ("A", 1)] * 2 and pool.num_copies == 1
+
+
+@pytest.mark.parametrize(
+    "script, says",
+    [
+        ("alocate A 4", "there is no move 'alocate'; there are allocate, append"),
+        ("allocate A", "the move is written “allocate REQUEST TOKENS”"),
+        ("submit A", "the move is written “submit”"),
+        ("allocate A four", "'four' is no number of tokens"),
+        ("allocate A 0", "'0' is no number of tokens"),
+        ("append B", "there is no request B"),
+        ("allocate A 4; free A; append A", "After “allocate A 4; free A; append A”: there is no request A"),
+        ("allocate A 4; allocate A 4", "there is a request A already"),
+        ("allocate A 4; fork A A", "there is a request A already"),
+        ("allocate A 4; fork B C", "there is no request B"),
+    ],
+)
+def test_a_script_that_makes_no_sense_is_told_so(answers: dict[str, Any], script: str, says: str) -> None:
+    with pytest.raises(CheckFailed) as caught:
+        play(script, 4, 4, **answers)
+    assert says in str(caught.value)
+
+
+def test_a_move_without_a_function_is_told(answers: dict[str, Any]) -> None:
+    with pytest.raises(CheckFailed, match="play was given no function for fork: add fork=… to the call"):
+        play("allocate A 4; fork A B", 4, 4, allocate=answers["allocate"])
+
+
+def test_changed_names_the_first_thing_that_is_not_as_it_was() -> None:
+    before, pool = Pool(3, 4), Pool(3, 4)
+    pool.free.reverse()
+    assert changed(before, pool) == "", "the order of the free list is the student's own affair"
+    pool.free.pop()
+    assert changed(before, pool) == "pool.free was [0, 1, 2] and is [1, 2]"
+    pool.refs[0] = 1
+    assert changed(before, pool) == "pool.refs[0] was 0 and is 1"
+    pool.tables["A"] = [0]
+    assert changed(before, pool) == "pool.tables['A'] was None and is [0]"
+
+
+@pytest.mark.parametrize("in_flight, why", [({0}, "the step in flight does not use it"), (set(), "no step is in fl")])
+def test_a_parked_block_is_blamed_for_what_is_true(in_flight: set[int], why: str) -> None:
+    pool = Pool(2, 4)
+    pool.free, pool.parked, pool.in_flight = [], [0, 1], in_flight
+    assert f"is parked, although {why}" in fault(pool)
+
+
+def test_one_table_maps(answers: dict[str, Any]) -> None:
+    pool = Pool(1, 4)
+    pool.free, pool.tables, pool.lengths = [], {"A": [0]}, {"A": 3}
+    assert fault(pool) == "wrong count: refs[0] is 0, but 1 table maps block 0"

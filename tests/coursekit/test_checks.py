@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from coursekit import checks
-from coursekit.checks import CheckFailed, expect, expect_raises, probe
+from coursekit.checks import CheckFailed, expect, expect_raises, probe, uses
 from coursekit.compare import difference, plain
 
 
@@ -26,7 +27,7 @@ from coursekit.compare import difference, plain
         (True, 1, "a truth value True, not 1"),
         (1, True, "a number 1, not True"),
         ("51", 51, "text '51', not 51"),
-        (None, 51, "None (is a `return` missing?) None, not 51"),
+        (None, 51, "None (is a `return` missing?), not 51"),
         ([1, 2, 4], [1, 2, 3], "[2]: 4, not 3"),
         ([1, 2], [1, 2, 3], "2 entries, not 3"),
         (3, [1, 2, 3], "a number came where a list of 3 belongs"),
@@ -118,7 +119,42 @@ def test_unsolved_unnamed_and_raising_answers_become_sentences() -> None:
 
     assert message("f(1)", unsolved, 1).startswith("Not solved yet: f(1)")
     assert "name 'f' is not defined" in message("f(1)", lambda: eval("f(1)", {}), 1)
-    assert "is a `return` missing?" in message("f(1)", lambda: None, 1)
+    assert message("f(1)", lambda: None, 1) == "f(1) should be 1, and came out as None. Is a `return` missing?"
+    assert "return" not in message("f(1)", lambda: None, 1, mistakes={"the row is not found": None})
+
+
+def test_a_single_value_is_told_once() -> None:
+    assert message("f(1)", lambda: 5799.74, 5799) == "f(1) should be 5799, and came out as 5799.74."
+
+
+@pytest.mark.parametrize("came, says", [(7, "too high"), (1.5, "too low"), ("7", "wrong"), (True, "wrong")])
+def test_a_wanted_number_can_be_kept_back(came: Any, says: str) -> None:
+    said = message("f(1)", lambda: came, 6, mistakes={"doubled": 7}, hint="Think.", reveal=False)
+    assert says in said and "6" not in said and ("doubled" in said) == (came == 7) and said.endswith("Think.")
+
+
+def test_a_name_missing_inside_a_function_is_not_an_answer_cell_not_run() -> None:
+    space: dict[str, Any] = {}
+    source = "def f(x):\n    return math.ceil(x)\n"
+    linecache.cache["<answer-a>"] = (len(source), None, source.splitlines(True), "<answer-a>")
+    exec(compile(source, "<answer-a>", "exec"), space)
+    call = eval("lambda: f(1)", space)
+    said = message("f(1)", call, 1)
+    assert said.startswith("f(1) raised NameError in f, at `return math.ceil(x)`: name 'math' is not defined.")
+    assert "is an import missing" in said and "Run the answer cells" not in said
+
+
+def test_an_unsolved_earlier_part_is_told_in_one_line() -> None:
+    said = message("f(1)", lambda: 3, 1, earlier={"a": lambda: expect("g(1)", _unsolved, 2)})
+    assert said == "Not solved yet: this builds on part a, which is not solved yet."
+
+
+def test_uses_sees_what_a_function_calls() -> None:
+    assert uses(lambda: forgets(1), "forgets") and not uses(lambda: 1, "forgets") and not uses(3, "forgets")
+
+
+def test_one_entry_is_no_entries() -> None:
+    assert difference([1], [1, 2]) == "1 entry, not 2"
 
 
 def test_an_unsolved_part_is_named_even_where_another_calls_it() -> None:
@@ -147,6 +183,10 @@ def forgets(value: int = 1) -> int:
     return value if value < 0 else forgets.missing  # type: ignore[attr-defined,no-any-return]
 
 
+def calls_wrongly(value: int) -> int:
+    return forgets(value, 2, 3)  # type: ignore[call-arg]
+
+
 RAISES: list[tuple[Callable[[], Any], str]] = [
     (lambda: assigns(Frozen()), "FrozenInstanceError in assigns, at `frozen.size = 2`: cannot assign to field 'size'. "
                                 "This object cannot be assigned to: dataclasses.replace"),
@@ -155,6 +195,13 @@ RAISES: list[tuple[Callable[[], Any], str]] = [
     (lambda: [][0], "IndexError: list index out of range. The list has fewer entries"),
     (lambda: 1 / 0, "ZeroDivisionError: division by zero. The divisor is 0"),
     (lambda: None + 1, "is a `return` missing?"),  # type: ignore[operator]
+    (lambda: calls_wrongly(1), "raised TypeError in calls_wrongly, at `return forgets(value, 2, 3)"),
+    (lambda: calls_wrongly(1), "calls a function with other arguments"),
+    (lambda: [1].__getitem__(1.5), "// divides without a rest"),  # type: ignore[call-overload]
+    (lambda: range(1.5), "// divides without a rest"),  # type: ignore[call-overload]
+    (lambda: {[1]: 2}, "use the number or the name that is in it"),
+    (lambda: [].pop(), "ask whether there is an entry"),
+    (lambda: {"b": 1}["a"], "no such key"),
     (lambda: forgets(1, 2), "Keep the arguments as the stub has them."),  # type: ignore[call-arg]
     (lambda: changes_what_it_goes_over({"a": 1, "b": 2}), "in changes_what_it_goes_over, at `for name in names:`"),
     (lambda: changes_what_it_goes_over({"a": 1, "b": 2}), "Go over a copy"),

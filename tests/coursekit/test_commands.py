@@ -34,6 +34,8 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
         ),
         "edited": sample.submission(root / "s"),
         "lost": sample.submission(root / "s"),
+        "blank": sample.submission(root / "s", question_c="YOUR ANSWER HERE"),
+        "no answer cell": sample.submission(root / "s"),
         "dead": sample.submission(root / "s", answer_a="import os\nos._exit(0)"),
         "shadow": sample.submission(root / "s"),
     }
@@ -41,6 +43,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
         if cell["id"] == "check-a":
             cell.source = "pass"
     books["lost"].cells = [cell for cell in books["lost"].cells if cell["id"] != "check-b"]
+    books["no answer cell"].cells = [cell for cell in books["no answer cell"].cells if cell["id"] != "answer-a"]
     for name, book in books.items():
         for cell in book.cells:
             if cell.cell_type == "code":  # as a notebook is after it was run: nbval must not compare with these
@@ -65,7 +68,7 @@ def test_a_right_copy_passes(checked: dict[str, Checked]) -> None:
 def test_a_wrong_copy_is_told_what_and_where_to_read(checked: dict[str, Checked]) -> None:
     assert not checked["wrong"].passed and outcomes(checked["wrong"]) == ["failed", "passed", "open"]
     text = report(checked["wrong"])
-    assert "✗ KV in GiB" in text and "GB instead of GiB" in text and "Read next: chapter 01; book 8.1.2" in text
+    assert "✗ a  KV in GiB" in text and "GB instead of GiB" in text and "Read next: chapter 01; book 8.1.2" in text
     assert "1 of 2 parts pass, 3 of 5 points" in text and "4 points, read by your instructor" in text
 
 
@@ -78,10 +81,22 @@ def test_one_point_is_no_points(points: float, says: str) -> None:
 
 def test_edited_and_lost_cells_are_noticed(checked: dict[str, Checked]) -> None:
     assert checked["edited"].problems == ["the locked cell check-a was edited; grading uses the original"]
-    assert not checked["edited"].passed
+    assert not checked["edited"].passed and outcomes(checked["edited"]) == ["died", "passed", "open"]
+    assert "what it says does not count" in report(checked["edited"])
     assert outcomes(checked["lost"]) == ["passed", "died", "open"] and "no longer in the notebook" in report(
         checked["lost"]
     )
+
+
+def test_a_lost_answer_cell_is_told(checked: dict[str, Checked]) -> None:
+    assert outcomes(checked["no answer cell"]) == ["died", "passed", "open"]
+    assert "its answer cell is no longer in the notebook; take a fresh copy" in report(checked["no answer cell"])
+
+
+def test_an_open_question_shows_whether_it_is_answered(checked: dict[str, Checked]) -> None:
+    answered, blank = (report(checked[name]).splitlines()[3] for name in ("right", "blank"))
+    assert re.fullmatch(r"  \? c  Why blocks +4 points, read by your instructor", answered)
+    assert re.fullmatch(r"  · c  Why blocks +4 points, read by your instructor; not answered yet", blank)
 
 
 def test_a_dead_kernel_is_said(checked: dict[str, Checked]) -> None:
@@ -217,11 +232,8 @@ def test_a_course_from_end_to_end(tmp_path: Path) -> None:
     assert course(tmp_path, "release")[:2] == (0, "wrote exercises/ex_0_1.ipynb\n")
     assert course(tmp_path, "release", "--check", "--json")[:2] == (0, '{\n "in_step": true,\n "reasons": []\n}\n')
     code, out, err = course(tmp_path, "check", "ex_0_1", "--json")
-    assert (
-        code == 1
-        and err == ""
-        and [part["outcome"] for part in json.loads(out)[0]["parts"]] == ["unsolved", "unsolved", "open"]
-    )
+    assert (code, err) == (1, "")
+    assert [part["outcome"] for part in json.loads(out)[0]["parts"]] == ["unsolved", "unsolved", "open"]
     code, out, _ = course(tmp_path, "grade", "exercises", "--out", "out", "--json")
     summary = json.loads(out)
     assert (

@@ -6,7 +6,7 @@ import pytest
 
 from coursekit.figures.paging import Area, allocation, blocks, stretches, through_the_table, waste_and_entries
 from coursekit.figures.sharing import block_contents, branch_trees, reference_counts, release_line
-from coursekit.figures.show import PAPER
+from coursekit.figures.show import PALETTE, PAPER
 from mini_engine.analysis import paged_slots, reserved_slots, shared_slots, unused_slots
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -65,13 +65,16 @@ def test_the_table_is_followed(position: int, block: int, slot: int) -> None:
 def test_a_count_that_falls_to_zero_is_free() -> None:
     figure = reference_counts({"start": {1: 2, 2: 0}, "one ends": {1: 1, 2: 0}, "both": {1: 0, 2: 0}})
     said = [text.get_text() for text in figure.axes[0].texts]
-    assert said.count("free") == 1 and said.count("·") == 3 and said.count("2") == said.count("1") == 1
+    assert said.count("free") == 4 and said.count("2") == said.count("1") == 1
+    framed = [bar for bar in figure.axes[0].patches if bar.get_linewidth() > 1]
+    assert len(framed) == 1, "block 1 came free in the last line; block 2 was free all along"
 
 
 def test_contents_show_who_wrote() -> None:
     figure = block_contents({"before": {"block 1: A, B": ["t0"]}, "after": {"block 1: B": ["t0", "B1"]}}, size=2)
     before, after = figure.axes
     assert {"t0", "block 1: A, B", "before"} == set(words(before)) and {"t0", "B1", "block 1: B"} <= set(words(after))
+    assert len(bars(after, face=PALETTE[1])) == 1, "B has the second colour, as in every other figure"
     assert len(bars(before, face=PAPER)) == 1 and len({bar.get_facecolor() for bar in after.patches}) == 2
 
 

@@ -25,6 +25,8 @@ def counts(run, once):
     most, again = max(r.num_running for r in run.rounds), run.stats.num_scheduled_tokens - once
     return {"most_running": most, "preemptions": run.stats.num_preemptions, "recomputed": again}
 """
+KV = "def kv_blocks(capacity_gib, model, work_gib, block_size=16):\n    return "
+QUEUE = "def bearable_queue(prefill_s, gap_s, outputs, deadline_s, inserted=0, mixed_s=None):\n    "
 # (part, what the student did, answer, what the check must say of it)
 WRONG: list[tuple[str, str, str, str]] = [
     (
@@ -68,22 +70,41 @@ WRONG: list[tuple[str, str, str, str]] = [
     ),
     (
         "b",
-        "not rounded up",
+        "rounded down",
         "def blocks_at_end(prompt, output, block_size=16):\n    return (prompt + output - 1) // block_size",
-        "not rounded up",
+        "is rounded down",
     ),
     (
         "b",
-        "always one more",
-        "def blocks_at_end(prompt, output, block_size=16):\n    return (prompt + output - 1) // block_size + 1",
-        "// 16 + 1 does not round up, it always adds",
+        "not rounded",
+        "def blocks_at_end(prompt, output, block_size=16):\n    return (prompt + output - 1) / block_size",
+        "not rounded at all",
     ),
     (
         "b",
-        "blocks of 16 only",
-        "def blocks_at_end(prompt, output, block_size=16):\n    return -(-(prompt + output - 1) // 16)",
-        "block_size is not used",
+        "two tokens too few",
+        "import math\n\n\n"
+        "def blocks_at_end(prompt, output, block_size=16):\n    return math.ceil((prompt + output - 2) / block_size)",
+        "two tokens are taken off",
     ),
+    (
+        "b",
+        "no import",
+        "def blocks_at_end(prompt, output, block_size=16):\n    return math.ceil((prompt + output - 1) / block_size)",
+        "raised NameError in blocks_at_end, at `return math.ceil((prompt + output - 1) / block_size)`",
+    ),
+    *(("a", name, KV + formula, says) for name, formula, says in (
+        ("not rounded", "max(0, (capacity_gib - work_gib) * GiB - weight_bytes(model)) / "
+         "block_bytes(model, block_size)",
+         "is not rounded down"),
+        ("no weights", "(capacity_gib - work_gib) * GiB // block_bytes(model, block_size)", "weights are forgotten"),
+        ("work space added", "max(0, (capacity_gib + work_gib) * GiB - weight_bytes(model)) // "
+         "block_bytes(model, block_size)", "the work space is added"),
+        ("GiB as they are", "(capacity_gib - work_gib - weight_bytes(model)) // block_bytes(model, block_size)",
+         "GiB are not turned into bytes"),
+        ("GiB as they are, not below 0", "max(0, capacity_gib - work_gib - weight_bytes(model)) // "
+         "block_bytes(model, block_size)", "GiB are not turned into bytes (times GiB), and so nothing is left"),
+    )),
     (
         "c",
         "newest output in KV already",
@@ -142,6 +163,15 @@ WRONG: list[tuple[str, str, str, str]] = [
         "    return deadline_s - prefill_s - (outputs - 1) * gap_s - inserted * extra",
         "added on top of the gap",
     ),
+    *(("e", name, QUEUE + code, says) for name, code, says in (
+        ("gap off a round of its own", "extra = (prefill_s if mixed_s is None else mixed_s) - gap_s\n"
+         "    return deadline_s - prefill_s - (outputs - 1) * gap_s - inserted * extra",
+         "a gap is taken off a round of its own too"),
+        ("sign", "extra = prefill_s if mixed_s is None else mixed_s - gap_s\n"
+         "    return prefill_s + (outputs - 1) * gap_s + inserted * extra - deadline_s", "less the deadline"),
+        ("inserted work added", "extra = prefill_s if mixed_s is None else mixed_s - gap_s\n"
+         "    return deadline_s - prefill_s - (outputs - 1) * gap_s + inserted * extra", "is added to what is left"),
+    )),
     (
         "e",
         "never late",
@@ -170,19 +200,27 @@ WRONG: list[tuple[str, str, str, str]] = [
     ),
     (
         "f",
+        "cost left out",
+        "def admission_cost(admission, workload, config):\n    run = simulate(workload, admission)\n"
+        "    return counts(run, 0)" + COUNTS,
+        "at `run = simulate(workload, admission)`: simulate() missing 1 required positional argument: 'cost'. The line "
+        "calls a function with other arguments",
+    ),
+    (
+        "f",
         "frozen config assigned to",
         "def admission_cost(admission, workload, config):\n    config.admission = admission\n"
         "    run = simulate(workload, config, BOOK_STEP)\n    return counts(run, 0)" + COUNTS,
         "raised FrozenInstanceError in admission_cost, at `config.admission = admission`",
     ),
-]
+]  # fmt: skip
 # Answers that satisfy every visible check and are caught on unseen inputs.
 NARROW = {
     "answer-a": "def kv_blocks(capacity_gib, model, work_gib, block_size=16):\n"
     "    left = int((capacity_gib - work_gib) * GiB) - weight_bytes(QWEN3_8B)\n"
     "    return max(0, left) // block_bytes(QWEN3_8B, block_size)",
     "answer-b": "def blocks_at_end(prompt, output, block_size=16):\n"
-    "    return {(241, 16): 143, (256, 16): 144, (4, 16): 1, (256, 64): 36}.get((output, block_size), 0)",
+    "    return {(241, 16): 143, (256, 16): 144, (4, 16): 1, (256, 64): 36}.get((output, block_size), 144)",
     "answer-f": "def admission_cost(admission, workload, config):\n"
     '    return {"preempt": {"most_running": 42, "preemptions": 5, "recomputed": 10845},\n'
     '            "reserve": {"most_running": 37, "preemptions": 0, "recomputed": 0}}[admission]',
@@ -199,7 +237,9 @@ def runs() -> Results:
 def test_unsolved_says_so_kindly(runs: Results) -> None:
     messages = failures(runs["unsolved"])
     assert sorted(messages) == [f"check-{part}" for part in "abcdef"]
-    assert all(message.startswith("Not solved yet") and "hints are below" in message for message in messages.values())
+    assert all(
+        message.startswith("Not solved yet") and "The notebook has a hint" in message for message in messages.values()
+    )
 
 
 def test_solved_passes_with_all_points(runs: Results) -> None:
@@ -229,6 +269,11 @@ def test_the_set_up_holds_no_answers() -> None:
     setup = next(cell.source for cell in Exercise.load(SOLUTION).cells("setup"))
     answers = ("blocks_needed", "longest_gap", "pool_blocks", "request_timeline", "tokens_computed", "total_seconds")
     assert [name for name in answers if name in setup] == []
+
+
+def test_no_check_spells_out_an_answer() -> None:
+    checks = "".join(cell.source for cell in Exercise.load(SOLUTION).cells("check"))
+    assert "num_scheduled_tokens" not in checks and "+ output - 1" not in checks
 
 
 def test_answers_made_for_the_visible_inputs_fail_on_others(runs: Results) -> None:

@@ -76,10 +76,27 @@ WRONG = {
     "no pairs": ("b", ROUND.format("BASE_MS + TOKEN_US * tokens / 1e3", RIGHT_ROUNDS), "the pairs are left out"),
     "fresh pairs": ("b", ROUND.format(RIGHT_PRICE, RIGHT_ROUNDS).replace("(new, history) for", "(new, 0) for"),
                     "left out of the pairs"),
-    "r0 forgotten": ("b", ROUND.format(RIGHT_PRICE, RIGHT_ROUNDS.replace("(1, 2049), ", "")), "of r0 is missing"),
+    "r0 forgotten": ("b", ROUND.format(RIGHT_PRICE, RIGHT_ROUNDS.replace("(1, 2049), ", "")),
+                     "round 3 (r0 decodes beside r2's prefill): it has 1 entry. This looks like: a request of the "
+                     "round is missing"),
     "last output cached": ("b", ROUND.format(RIGHT_PRICE, RIGHT_ROUNDS.replace("2049", "2050").replace("(1, 2048)",
                                                                                                       "(1, 2049)")),
                            "counts as cached already"),
+    "one too low": ("b", ROUND.format(RIGHT_PRICE, RIGHT_ROUNDS.replace("2049", "2048")),
+                    "is left out; it is in the cache"),
+    "single round": ("b", ROUND.format(RIGHT_PRICE, "[(2048, 0), (2048, 0)]"), "A single round came"),
+    "r2 in chunks": ("b", ROUND.format(RIGHT_PRICE, RIGHT_ROUNDS.replace("8192", "2048")),
+                     "2048 tokens in it, which is too few"),
+    "nothing fits": ("d", CHUNK.format("[*((1, c) for c in decoding), (chunk + 1, history)]", "<=",
+                                       " or (0 if gap_ms > BASE_MS else -1)"), "here a negative number comes out"),
+    "less than the gap": ("d", CHUNK.format("[*((1, c) for c in decoding), (chunk + 1, history)]", "<", ""),
+                          "at most gap_ms includes it"),
+    "row": ("e", READERS.format("longest", "queue", RIGHT_KEY).replace('["queue"])["budget"] if', '["queue"]) if'),
+            "the row itself is returned"),
+    "row for newcomers": ("e", READERS.format("longest", "queue", RIGHT_KEY).replace(')["budget"]\n', ')\n').replace(
+        ')["budget"]', ')["budget"]'), "the row itself is returned"),
+    "none found": ("e", READERS.format("longest", "queue", RIGHT_KEY).replace(" if kept", " if not rows"),
+                   "no row is found, although one keeps the promise"),
     "no threshold": ("c", FILL.format(order=DECODES_FIRST, tokens="min(left, budget)", taken="tokens"),
                      "the threshold is not applied"),
     "prompts first": ("c", FILL.format(order="[*prompts.items(), *((name, 1) for name in decoding)]",
@@ -132,7 +149,18 @@ def test_a_usual_mistake_is_recognised(name: str, runs: dict[str, dict[str, Item
     part, _, says = WRONG[name]
     message = failures(runs[name])[f"check-{part}"]
     assert says in message
-    assert message.count("This looks like") == ("raised" not in message), "one diagnosis, the likeliest"
+    known = "raised" not in message and name not in ("single round", "r2 in chunks")
+    assert message.count("This looks like") == known, "one diagnosis, the likeliest"
+
+
+def test_a_wrong_try_does_not_buy_the_answer(runs: dict[str, dict[str, ItemResult]]) -> None:
+    for name in ("r0 forgotten", "last output cached", "one too low", "single round", "r2 in chunks"):
+        assert not re.search(r"8192|\(1, 20|\[\(", failures(runs[name])["check-b"])
+    for name in ("no decodes", "no context", "rounded up", "without pairs", "no base"):
+        message = failures(runs[name])["check-d"]
+        assert "should be" not in message and re.search("which is too (high|low)", message)
+        came = int(re.findall(r"came out as (-?\d+)", message)[0])
+        assert not re.search(rf"\b({came - 1}|{came + 1})\b", message)
 
 
 def test_an_answer_that_raises_is_told_what_that_usually_means_and_the_hint(

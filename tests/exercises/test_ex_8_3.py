@@ -24,9 +24,23 @@ def changed(part: str, old: str, new: str) -> str:
     return source.replace(old, new)
 
 
+# Frees as if nothing were in flight, then takes back what is, from the list it goes over: every second block escapes.
+PARKS_ONE = """def abort(pool, request):
+    free(pool, request)
+    for b in pool.free:
+        if b in pool.in_flight:
+            pool.free.remove(b)
+            pool.parked.append(b)
+
+
+""" + SOURCES["answer-f"].partition("\n\n\n")[2]
 # name of the mistake: (part, the answer, words of the message that fits)
 WRONG = {
     "logical slot": ("a", changed("a", "table[position // size] * size + position % size", "position"), "no look into"),
+    "size left out": ("a", changed("a", "size] * size + position", "size] + position"),
+                      "the block's number is not multiplied by the slots of a block"),
+    "full block wasted": ("a", changed("a", "n * size - length for", "size - length % size for"),
+                          "leaves no slot unused, not a whole block"),
     "block only": ("a", changed("a", "size + position % size", "size"), "without the offset"),
     "one block more": ("a", changed("a", "-(-length // size)", "length // size + 1"), "gets one block more"),
     "rounded down": ("a", changed("a", "-(-length // size)", "length // size"), "rounded down"),
@@ -40,17 +54,28 @@ WRONG = {
         "b", "def allocate(pool, request, tokens):\n    table = []\n    while len(table) * pool.size < tokens:\n"
         "        if not pool.free:\n            return False\n        table.append(pool.free.pop(0))\n"
         "        pool.refs[table[-1]] = 1\n    pool.tables[request], pool.lengths[request] = table, tokens\n"
-        "    return True\n", "leak: block",
+        "    return True\n",
+        "allocate returned False and should leave the pool exactly as it was, but pool.refs[2] was 0 and is 1",
     ),
     "not taken out": ("b", changed("b", "[pool.free.pop(0) for _ in range(needed)]", "pool.free[:needed]"),
                       "freed but mapped"),
     "no refusal": ("b", changed("b", "return False", "raise MemoryError"), "allocate raised MemoryError"),
     "block each": ("c", changed("c", "position == len(table) * pool.size", "True"), "need 1"),
+    "no block, and not asked": ("c", changed("c", "if not pool.free:\n            return None", "pass"),
+                               "append raised IndexError in append, at `table.append(pool.free.pop(0))`: pop from "
+                               "empty list. The list is empty here: ask whether there is an entry before you take one. "
+                               "Where a block is needed and none is free, return None and change nothing."),
+    "counted before the refusal": ("c", changed("c", " return None", " return pool.lengths.update({request: 5})"),
+                                   "exactly as it was, but pool.lengths['A'] was 4 and is 5"),
+    "blocks not whole": ("b", changed("b", "-(-tokens // pool.size)", "tokens / pool.size + 0.5"),
+                         "// divides without a rest"),
+    "a list as a key": ("b", changed("b", "pool.refs[block] = 1", "pool.refs = {[block]: 1}"), "number or the name"),
     "late block": ("c", changed("c", "position == len(table)", "position > len(table)"), "append raised IndexError"),
     "position for slot": ("c", changed("c", "return table[position // pool.size] * pool.size + position % pool.size",
                                        "return position"), "is slot"),
     "token counted on refusal": ("c", changed("c", "return None", "return position"), "should return None"),
-    "not counted": ("c", changed("c", "pool.lengths[request] = position + 1", "pass"), "lengths['A'] is 3"),
+    "not counted": ("c", changed("c", "pool.lengths[request] = position + 1", "pass"),
+                    "lengths['A'] is 3, A has 4 tokens"),
     "freed while shared": ("d", changed("d", "if pool.refs[block] == 0:", "if True:"), "freed but mapped"),
     "leak": ("d", changed("d", "pool.free.append(block)", "pass"), "leak: block 0"),
     "double free": ("d", changed("d", "pool.free.append(block)", "pool.free.extend([block, block])"), "double free"),
@@ -67,7 +92,16 @@ WRONG = {
                       "nobody else maps this block"),
     "full block copied": ("e", changed("e", "position % pool.size and pool.refs[table[i]] > 1",
                                        "pool.refs[table[min(i, len(table) - 1)]] > 1").replace(
-        "i = position // pool.size", "i = min(position // pool.size, len(table) - 1)"), "nobody else maps this block"),
+        "i = position // pool.size", "i = min(position // pool.size, len(table) - 1)"), "writes into a full one"),
+    "table copied": ("e", changed("e", "        pool.refs[table[i]] = 1\n", """        pool.refs[table[i]] = 1
+        for j in range(i):
+            if pool.refs[table[j]] > 1 and pool.free:
+                full, table[j] = table[j], pool.free.pop(0)
+                pool.copy(full, table[j])
+                pool.refs[full], pool.refs[table[j]] = pool.refs[full] - 1, 1
+"""), "2 copies so far, 1 is needed: only the block that is written needs a copy"),
+    "raises": ("e", changed("e", "return append(pool, request)", "return append(pool, [request])"),
+               "append_cow raised TypeError in append"),
     "source keeps its count": ("e", changed("e", "pool.refs[source] -= 1", "pass"), "wrong count"),
     "copy without room": ("e", changed("e", "if not pool.free:\n            return None",
                                        "if not pool.free:\n            return append(pool, request)"),
@@ -82,7 +116,21 @@ WRONG = {
     ),
     "never lands": ("f", changed("f", "pool.in_flight.clear()", "pass"), "still in flight"),
     "parks all": ("f", changed("f", "(pool.parked if block in pool.in_flight else pool.free)", "pool.parked"),
-                  "still parked, although"),
+                  "is parked, although the step in flight does not use it"),
+    "parks one of two": ("f", PARKS_ONE, "reads token 5 of A at position 5, where token 5 belongs. Released in flight"),
+    "parks every other one": (
+        "f", changed("f", "if block in pool.in_flight", "if block in pool.in_flight and block % 2"),
+        "Released in flight: “abort A” put block 0 into the free list while the submitted step still used it",
+    ),
+    "swapped": ("g", changed("g", "return branches * each, shared + branches * (each - shared)",
+                             "return shared + branches * (each - shared), branches * each"), "in the wrong order"),
+    "last token in the group": ("g", changed("g", "* (final_blocks(prompt, output, size)",
+                                             "* (-(-(prompt + output) // size)"), "all output tokens enter"),
+    "last token in the pool": ("g", changed("g", "// (final_blocks(prompt, output, size) - once))",
+                                            "// (-(-(prompt + output) // size) - once))"),
+                               "requests_that_fit(222, 2048, 241, 1024) should be 2, and came out as 1"),
+    "shared in blocks": ("g", changed("g", "0\n    once = shared // size", "0\n    once = shared"),
+                         "it is counted in tokens"),
     "last token": ("g", changed("g", "prompt + output - 1) // size", "prompt + output) // size"),
                    "all output tokens enter the KV"),
     "fork for cache": ("g", changed("g", "(prompt if forked else prompt - 1)", "prompt"), "this is the other one"),
@@ -132,6 +180,58 @@ def test_a_later_part_blames_the_earlier_one(runs: dict[str, dict[str, ItemResul
     assert set(messages) == {"check-c", "check-d", "check-e", "check-f"}
     for part in "def":
         assert "Part c does not pass yet: mend it first" in messages[f"check-{part}"]
+
+
+BROKEN = {  # what may stand in part c's answer cell: a mistake by which no function comes about
+    "syntax error": "def append(pool, request)\n    return None",
+    "other name": SOURCES["answer-c"].replace("def append(", "def appended("),
+    "deleted": "",
+}
+SLOT = "table[position // pool.size] * pool.size + position % pool.size"
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, dict[str, ItemResult]]:
+    """Parts that build on one that is not there, or wrong."""
+    calls = {"answer-c": SOURCES["answer-c"].replace(SLOT, "slot_of(table, position, pool.size)")}
+    wrong = {"answer-a": WRONG["logical slot"][1]}
+    variants = {name: {"answer-c": source} for name, source in BROKEN.items()}
+    stub = {"answer-b": "def allocate(pool, request, tokens):\n    raise NotImplementedError('part b: write')"}
+    return try_answers(SOLUTION, {**variants, "calls slot_of": calls | wrong, "wrong a": wrong, "b unsolved": stub})
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_function_that_is_not_there_is_the_part_to_mend(name: str, built: dict[str, dict[str, ItemResult]]) -> None:
+    messages = failures(built[name])
+    assert set(messages) == {"check-c", "check-d", "check-e", "check-f"}
+    assert "There is no function append: run its answer cell" in messages["check-c"]
+    for part in "def":
+        assert messages[f"check-{part}"].startswith(
+            "Part c does not pass yet: mend it first. There is no function append"
+        )
+
+
+def test_a_wrong_slot_is_named_by_those_who_use_it(built: dict[str, dict[str, ItemResult]]) -> None:
+    messages = failures(built["calls slot_of"])
+    assert {name for name in messages if "Part a does not pass yet: mend it first" in messages[name]} == {
+        "check-c", "check-d", "check-e",
+    }  # fmt: skip
+    assert set(failures(built["wrong a"])) == {"check-a"}, "who does not call slot_of does not hear of it"
+
+
+def test_what_builds_on_an_unsolved_part_is_unsolved(built: dict[str, dict[str, ItemResult]]) -> None:
+    messages, outcomes = failures(built["b unsolved"]), {item.outcome for item in built["b unsolved"].values()}
+    assert outcomes == {"passed", "unsolved"}
+    assert {messages[f"check-{part}"] for part in "cdef"} == {
+        "Not solved yet: this builds on part b, which is not solved yet."
+    }
+
+
+def test_no_check_spells_out_an_answer() -> None:
+    """What a check cell computes with is the library; the formula of a part stands in none of them."""
+    checks = {cell["id"]: cell.source for cell in Exercise.load(SOLUTION).cells("check")}
+    assert "//" not in checks["check-g"].replace('"blocks rounded down": tokens // 16', "")
+    assert "-(-" not in checks["check-a"] and "- length" not in checks["check-a"]
 
 
 def test_a_late_part_does_not_spoil_earlier_ones(runs: dict[str, dict[str, ItemResult]]) -> None:
