@@ -66,6 +66,7 @@ def run(config: EngineConfig, input_len: int, output_len: int, repeats: int, pee
 
             take(gpu.rows(llm.engine.runner.device, gpu.cuda_timer), then="done")
     return {
+        "title": f"{llm.engine.name}, dtype {config.dtype}",
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "machine": {"device": device_name(llm.engine.runner.device), "threads": torch.get_num_threads()},
