@@ -141,7 +141,7 @@ def _outcome(
     answers = [name for name, cell in cells.items() if _answers(cell, item.get("part"))]
     if not answers:
         return "died", f"its answer cell is no longer in the notebook; {_FRESH}"
-    return outcome, answer_failure(answers, run.cells) + message
+    return outcome, answer_failure(item.get("part", ""), answers, run.cells) or message
 
 
 def _answers(cell: nbformat.NotebookNode, part: str | None) -> bool:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coursekit.compare import difference, plain, show, show_both
+from coursekit.compare import difference, is_rounded, plain, show, show_both
 from coursekit.raised import is_unknown_to_the_check, raised, scope_of
 
 PROBE_PREFIX = "textbook-probe "
@@ -52,6 +52,7 @@ def expect(
     got: better a lambda than a value: an unsolved part and an error inside it then become a sentence too.
     mistakes: a usual mistake in a few words ("GB instead of GiB") → the value it leads to. The likeliest come first:
         of several that lead to this value only the first is named.
+    hint: for a value that no mistake leads to. Where one does, its words are the hint: a general one might contradict.
     earlier: an earlier part whose answer this one calls → a call of `expect` for it, on the inputs that matter here.
         Where it fails, that is the sentence, and no diagnosis of this part.
     reveal: False keeps `want`, a number, to itself: the sentence says too high or too low.
@@ -67,12 +68,9 @@ def expect(
         sentences.append(f"First difference: {clause}.")
     elif value is None and None not in (mistakes or {}).values():  # where None may be meant, a mistake says so
         sentences.append("Is a `return` missing?")
-    tolerance = max(rel_tol, 1e-9)
-    for label, wrong in (mistakes or {}).items():
-        if difference(value, plain(wrong), tolerance, abs_tol) is None:
-            sentences.append(f"This looks like: {label}.")
-            break
-    raise CheckFailed(" ".join([*sentences, hint]).strip()) from None
+    label = _looks_like(value, wanted, mistakes or {}, max(rel_tol, 1e-9), abs_tol)
+    sentences.append(f"This looks like: {label}." if label else hint)
+    raise CheckFailed(" ".join(sentences).strip()) from None
 
 
 def expect_raises(name: str, call: Callable[[], Any], error: type[Exception], *, hint: str = "") -> None:
@@ -121,7 +119,8 @@ def _call(name: str, got: Any, hint: str, earlier: Earlier | None) -> Any:
     try:
         return got()
     except NotImplementedError as error:
-        raise CheckFailed(_unsolved(name, error)) from None
+        first = [part for part in earlier or {} if str(error).startswith(f"part {part}:")]  # the stub says whose it is
+        raise (_solve_first(first[0]) if first else CheckFailed(_unsolved(name, error))) from None
     except CheckFailed:
         raise
     except Exception as error:
@@ -143,6 +142,13 @@ def _verdict(name: str, value: Any, wanted: Any, reveal: bool) -> str:
     )
 
 
+def _looks_like(value: Any, wanted: Any, mistakes: Mapping[str, Any], rel_tol: float, abs_tol: float) -> str:
+    for label, wrong in mistakes.items():
+        if difference(value, plain(wrong), rel_tol, abs_tol) is None:
+            return label
+    return "a rounded value; return it with all its digits" if is_rounded(value, wanted) else ""
+
+
 def _mend_first(earlier: Earlier | None) -> None:
     for part, check in (earlier or {}).items():
         try:
@@ -154,8 +160,12 @@ def _mend_first(earlier: Earlier | None) -> None:
 def mend_first(part: str, failed: CheckFailed) -> CheckFailed:
     """What a later part says while an earlier one it builds on fails."""
     if str(failed).startswith(UNSOLVED):
-        return CheckFailed(f"{UNSOLVED}: this builds on part {part}, which is not solved yet.")
+        return _solve_first(part)
     return CheckFailed(f"Part {part} does not pass yet: mend it first. {failed}")
+
+
+def _solve_first(part: str) -> CheckFailed:
+    return CheckFailed(f"{UNSOLVED}: this part uses part {part}, which is not solved yet. Solve part {part} first.")
 
 
 def uses(function: Any, name: str) -> bool:

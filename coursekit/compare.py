@@ -83,6 +83,17 @@ def difference(got: Any, want: Any, rel_tol: float = 1e-9, abs_tol: float = 0.0,
     return next((clause for clause in found if clause), None)
 
 
+def is_rounded(got: Any, want: Any) -> bool:
+    """Is `got` the wanted number (or the wanted list of numbers) with decimals rounded or cut off?"""
+    if isinstance(want, (list, tuple)):
+        alike = isinstance(got, (list, tuple)) and len(got) == len(want)
+        return alike and all(difference(a, b) is None or is_rounded(a, b) for a, b in zip(got, want, strict=True))
+    if not (isinstance(got, float) and isinstance(want, float)) or not math.isfinite(got) or want.is_integer():
+        return False
+    places = next((n for n in range(5) if round(got, n) == got), None)
+    return places is not None and abs(got - want) < min(10.0**-places, 0.01 * abs(want))
+
+
 def _same(got: Any, want: Any, rel_tol: float, abs_tol: float) -> bool:
     if _number(want):
         if not _number(got):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
+import symtable
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from coursekit.cells import BEGIN_HIDDEN, BEGIN_SOLUTION, END_HIDDEN, END_SOLUTI
 from coursekit.errors import ExerciseError
 
 _GRADE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_KNOWN = {"expect", "expect_raises", "probe"}  # coursekit.checks's own, which README names to authors
 _FLAGS = {  # kind: (cell type, grade, locked, solution)
     "setup": ("code", False, True, False),
     "answer": ("code", False, False, True),
@@ -181,6 +183,20 @@ def _source_problems(kind: str, cell: NotebookNode) -> Iterator[str]:
             ast.parse(cell.source)
         except SyntaxError as error:
             yield f"is not plain Python, line {error.lineno}: {error.msg}"
+            return
+    names = _bound(cell.source) if kind in ("check", "probe") else []
+    if names:
+        yield (
+            f"gives the whole notebook {', '.join(names)}, where a helper of a student may have that name: "
+            "put the code into a function, or let the name begin with _"
+        )
+
+
+def _bound(source: str) -> list[str]:
+    """Names that a cell gives to the notebook, but for those that begin with _ and the known ones."""
+    symbols = symtable.symtable(source, "cell", "exec").get_symbols()
+    names = (symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported())
+    return sorted(name for name in names if not name.startswith("_") and name not in _KNOWN)
 
 
 def _part_problems(book: NotebookNode) -> Iterator[str]:

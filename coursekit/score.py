@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from coursekit.exercise import Exercise, Item, Probe
 from coursekit.runner import CellRun, NotebookRun
 
 _SAYINGS = {
-    "timeout": "this cell took longer than the time limit for one cell (an endless loop?)",
-    "stuck": "this cell took longer than the time limit for one cell and could not be interrupted",
+    "timeout": "this cell took longer than the time limit for one cell{after} (an endless loop?)",
+    "stuck": "this cell took longer than the time limit for one cell{after} and could not be interrupted",
     "overtime": "the notebook as a whole took longer than its time limit",
     "died": "the kernel died while this cell ran (out of memory, or ended by the code itself)",
     "flood": "this cell printed far too much",
@@ -79,7 +80,7 @@ def probe_values(cell: CellRun | None) -> dict[str, Any] | None:
 def _check(item: Item, answers: list[str], probes: list[Probe], run: NotebookRun, expected: Expected) -> ItemResult:
     outcome, message = describe(run.cells.get(item.grade_id), run.fate)
     if outcome != "passed":
-        message = answer_failure(answers, run.cells) + message
+        message = answer_failure(item.part, answers, run.cells) or message
     right = of = 0
     reasons = []
     for probe in probes:
@@ -102,12 +103,12 @@ def _check(item: Item, answers: list[str], probes: list[Probe], run: NotebookRun
 def describe(cell: CellRun | None, fate: str | None) -> tuple[str, str]:
     """(outcome, sentence) of a visible cell."""
     if cell is None:
-        return "died", _SAYINGS.get(fate or "not_run", _SAYINGS["not_run"])
+        return "died", _saying(fate or "not_run")
     if cell.status == "ok":
         return "passed", ""
     if cell.status != "error":
         outcome = "timeout" if cell.status in ("timeout", "stuck", "overtime") else "died"
-        return outcome, _SAYINGS[cell.status]
+        return outcome, _saying(cell.status, cell.seconds)
     if cell.ename == "NotImplementedError" or cell.evalue.startswith("Not solved yet"):
         return "unsolved", cell.evalue[:_MAX_MESSAGE] or "Not solved yet."
     if cell.ename in ("CheckFailed", "AssertionError"):
@@ -115,13 +116,24 @@ def describe(cell: CellRun | None, fate: str | None) -> tuple[str, str]:
     return "error", f"{cell.ename}: {cell.evalue}".removeprefix("Silenced: ")[:_MAX_MESSAGE]
 
 
-def answer_failure(answers: Iterable[str], cells: Mapping[str, CellRun]) -> str:
-    """A sentence for a part whose answer cell itself raises, a syntax error say: no check could tell more."""
+def answer_failure(part: str, answers: Iterable[str], cells: Mapping[str, CellRun]) -> str:
+    """What is said of a part whose answer cell itself raises, a syntax error say: what its check says follows from it.
+
+    "" where none does. IPython's name for the cell (3011438952.py) tells a student nothing, and goes.
+    """
     for name in answers:
         cell = cells.get(name)
         if cell is not None and cell.status == "error" and cell.ename != "NotImplementedError":
-            return f"The answer cell itself fails with {cell.ename}: {cell.evalue[:_MAX_MESSAGE]}. "
+            reason = re.sub(r"\((?:<.*>|\S+\.py), line (\d+)\)$", r"(line \1 of the cell)", cell.evalue[:_MAX_MESSAGE])
+            return (
+                f"The answer cell of part {part} itself fails with {cell.ename}: {reason}. "
+                "Mend the cell, then run it again."
+            )
     return ""
+
+
+def _saying(status: str, seconds: float = 0.0) -> str:
+    return _SAYINGS.get(status, _SAYINGS["not_run"]).format(after=f", {seconds:.0f} s" if seconds >= 1 else "")
 
 
 def _differs(probe: Probe, name: str, got: Any, wanted: Any) -> bool:
@@ -134,7 +146,7 @@ def _hidden_reason(cell: CellRun | None, got: dict[str, Any], wrong: set[str]) -
     if not wrong:
         return ""
     if cell is not None and cell.status not in ("ok", "error"):
-        return f"There, {_SAYINGS[cell.status]}."
+        return f"There, {_saying(cell.status, cell.seconds)}."
     errors = [got[name]["error"] for name in sorted(wrong) if isinstance(got.get(name), dict) and "error" in got[name]]
     name = str(errors[0] if errors else cell.ename if cell else "")
     known = getattr(builtins, name, None) if name.isidentifier() else None

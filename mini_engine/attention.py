@@ -66,7 +66,7 @@ def paged_attention_reference(
     outs, lses, first = [], [], 0
     for row, (num_new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         length = context + num_new
-        k, v = (_gather(cache, batch.block_table[row], length).transpose(0, 1) for cache in (k_cache, v_cache))
+        k, v = (gather_tokens(cache, batch.block_table[row], length).transpose(0, 1) for cache in (k_cache, v_cache))
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
         positions = torch.arange(context, length, device=q.device)
         visible = torch.arange(length, device=q.device)[None, :] <= positions[:, None]
@@ -112,7 +112,7 @@ class TorchAttention:
         }
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> AttentionState:
-        """q [T, heads, D], caches of one layer; the new tokens' K and V are already in them."""
+        """q [T, heads, D], caches of one layer, v perhaps a view of k; the new tokens' K and V are already in them."""
         n = self.batch.num_decodes
         states = [self._decodes(q[:n], k_cache, v_cache)] if n else []
         first = n
@@ -132,7 +132,7 @@ class TorchAttention:
         k, v = (self._gather_decodes(cache, n) for cache in (k_cache, v_cache))
         packed = q.view(n, k.shape[1], -1, dim)
         state = _softmax_attention(packed, k, v, self.scale, mask=self.mask)
-        return AttentionState(state.out.reshape(n, heads, dim), state.lse.reshape(n, heads))
+        return AttentionState(state.out.reshape(n, heads, -1), state.lse.reshape(n, heads))
 
     def _gather_decodes(self, cache: torch.Tensor, n: int) -> torch.Tensor:
         """What the decodes read, [n, kv_heads, longest, D], with zeros beyond the end of each sequence.
@@ -161,20 +161,27 @@ class TorchAttention:
         if context:
             packed = q.permute(1, 2, 0, 3).reshape(1, kv_heads, group * num_new, dim)
             seen = _softmax_attention(packed, k[None, :, :context], v[None, :, :context], self.scale)
-            seen_out = seen.out.view(kv_heads, group, num_new, dim).permute(2, 0, 1, 3)
+            seen_out = seen.out.view(kv_heads, group, num_new, -1).permute(2, 0, 1, 3)
             out, lse = merge(
                 AttentionState(seen_out, seen.lse.view(kv_heads, group, num_new).permute(2, 0, 1)),
                 AttentionState(out, lse),
             )
-        return AttentionState(out.reshape(num_new, heads, dim), lse.reshape(num_new, heads))
+        return AttentionState(out.reshape(num_new, heads, -1), lse.reshape(num_new, heads))
+
+
+def block_run(blocks: torch.Tensor) -> slice | None:
+    """The blocks as a slice of the pool, where they lie on a CPU and side by side."""
+    if blocks.device.type != "cpu":
+        return None
+    first = int(blocks[0])
+    side_by_side = torch.arange(first, first + len(blocks), dtype=blocks.dtype)
+    return slice(first, first + len(blocks)) if torch.equal(blocks, side_by_side) else None
 
 
 def _index(blocks: torch.Tensor) -> torch.Tensor | slice:
     """What to index a cache with to read `blocks`: a slice, which copies nothing, where they lie side by side."""
-    first, num = int(blocks[0]) if blocks.device.type == "cpu" else -1, len(blocks)
-    if first >= 0 and torch.equal(blocks, torch.arange(first, first + num)):
-        return slice(first, first + num)
-    return blocks
+    run = block_run(blocks)
+    return blocks if run is None else run
 
 
 def _read(cache: torch.Tensor, blocks: torch.Tensor | slice, length: int | None = None) -> torch.Tensor:
@@ -189,7 +196,7 @@ def _read(cache: torch.Tensor, blocks: torch.Tensor | slice, length: int | None 
     return cache.flatten(0, 1)[first : blocks.stop * size if length is None else first + length]
 
 
-def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+def gather_tokens(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
     """The first `length` tokens of a sequence, [length, kv_heads, D]."""
     num_blocks = -(-length // cache.shape[1])
     return cache.index_select(0, block_table[:num_blocks]).flatten(0, 1)[:length]
@@ -206,7 +213,7 @@ def _one_row_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale:
     log_weights = torch.log_softmax(scores, dim=-1)
     lse = scores[..., 0] - log_weights[..., 0]
     out = torch.bmm(log_weights.exp_(), v.transpose(0, 1).float())
-    return AttentionState(out.view(1, heads, dim), lse.view(1, heads))
+    return AttentionState(out.view(1, heads, -1), lse.view(1, heads))
 
 
 def _softmax_attention(
@@ -218,7 +225,7 @@ def _softmax_attention(
     mask: torch.Tensor | None = None,
 ) -> AttentionState:
     """q [N, H, M, D], k and v [N, H, L, D]; mask [N, 1, 1, L] float32. torch's fused CPU operator, or the formula."""
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:  # it knows one head size
         k, v = k.to(q.dtype), v.to(q.dtype)
         mask = None if mask is None else mask.to(q.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

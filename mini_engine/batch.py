@@ -11,12 +11,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 import numpy as np
 import torch
 
+from mini_engine.context_shard import ContextShard
 from mini_engine.scheduler import SchedulerOutput
 
 
@@ -56,7 +58,8 @@ class Batch:
 
 
 def build_batch(output: SchedulerOutput, block_size: int) -> Batch:
-    """Index arrays for a step that has at least one scheduled sequence."""
+    """Index arrays for a step that has at least one scheduled sequence. block_size: the scheduler's, a virtual block
+    where contexts are cut over ranks; slots are then those of virtual blocks, see `localize`."""
     scheduled = output.scheduled
     starts = np.fromiter((item.start for item in scheduled), np.int64, len(scheduled))
     lens = np.fromiter((item.num_tokens for item in scheduled), np.int64, len(scheduled))
@@ -96,6 +99,37 @@ def build_batch(output: SchedulerOutput, block_size: int) -> Batch:
         query_lens=tuple(lens.tolist()),
         context_lens=tuple(starts.tolist()),
     )
+
+
+def select_sequences(batch: Batch, rows: Sequence[int]) -> Batch:
+    """The batch of some of its sequences, given in ascending order; it draws nothing."""
+    query_lens, context_lens = (tuple(lens[row] for row in rows) for lens in (batch.query_lens, batch.context_lens))
+    ends = np.cumsum(batch.query_lens)
+    device = batch.input_ids.device
+    picked = np.concatenate([np.arange(ends[row] - batch.query_lens[row], ends[row]) for row in rows])
+    tokens, sequences = torch.from_numpy(picked).to(device), torch.tensor(rows, device=device)
+    starts = torch.from_numpy(np.cumsum((0, *query_lens), dtype=np.int32)).to(device)
+    return Batch(
+        input_ids=batch.input_ids[tokens],
+        positions=batch.positions[tokens],
+        slot_mapping=batch.slot_mapping[tokens],
+        query_start_loc=starts,
+        seq_lens=batch.seq_lens[sequences],
+        block_table=batch.block_table[sequences],
+        logits_indices=batch.logits_indices[:0],
+        max_query_len=max(query_lens),
+        max_seq_len=max(new + context for new, context in zip(query_lens, context_lens, strict=True)),
+        num_decodes=sum(row < batch.num_decodes for row in rows),
+        query_lens=query_lens,
+        context_lens=context_lens,
+    )
+
+
+def localize(batch: Batch, shard: ContextShard, block_size: int) -> Batch:
+    """The batch as a rank of a context-parallel group has it: slots in its own pool, -1 for other ranks' tokens."""
+    if shard.size == 1:
+        return batch
+    return replace(batch, slot_mapping=torch.from_numpy(shard.local_slots(batch.slot_mapping.numpy(), block_size)))
 
 
 def logits_rows(output: SchedulerOutput) -> list[int]:

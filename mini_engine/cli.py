@@ -1,4 +1,4 @@
-"""The `mini-engine` command: generate, info, bench, ledger, kernels, simulate, policies.
+"""The `mini-engine` command: generate, serve, info, bench, ledger, kernels, simulate, policies.
 
 Exit status: 0 done, 1 nothing wrong with the command but the answer is no, 2 a refusal, 130 interrupted.
 """
@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence as Seq
 
 from mini_engine.config import DTYPE_BYTES, EngineConfig
-from mini_engine.errors import EngineError
+from mini_engine.engine_options import PARALLEL, SERVING, add_engine_options, given_options
+from mini_engine.errors import ConfigError, EngineError
 
 INTERRUPTED = 130
 
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_serve(commands)
     _add_info(commands)
     _add_bench(commands)
     _add_ledger(commands)
@@ -74,6 +76,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--prompt", required=True, help="the text, or - to read it from standard input")
     parser.add_argument("--chat", action="store_true", help="ask it as a question, through the model's chat template")
     _add_model(parser)
+    add_engine_options(parser, *PARALLEL)
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)"
@@ -114,6 +117,32 @@ def _generate(args: argparse.Namespace) -> int:
     metrics = stream.record.metrics
     print(f"[{'interrupted; ' if status else ''}{metrics.summary()}]", file=sys.stderr)
     return status
+
+
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer over HTTP, as OpenAI's API does",
+        description="Serve completions and chat over HTTP until Ctrl-C, for any OpenAI client.",
+        epilog="""example: mini-engine serve --port 8000, then: curl http://127.0.0.1:8000/v1/completions -d
+        '{"prompt": "The capital of France is", "temperature": 0, "stream": true}'""",
+    )
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s, this machine")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0 is any free one (default: %(default)s)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: --model)")
+    _add_model(parser)
+    add_engine_options(parser, *SERVING, *PARALLEL)
+    parser.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from mini_engine.server import serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("mini_engine"):
+            raise
+        raise ConfigError(f"serving needs {error.name}: pip install fastapi uvicorn (the extra `server`)") from None
+    return serve(_engine_config(args), args.host, args.port, args.served_model_name)
 
 
 def _add_info(commands: argparse._SubParsersAction) -> None:
@@ -246,4 +275,5 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         max_model_len=args.max_model_len,
         block_size=args.block_size,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        **given_options(args),
     )

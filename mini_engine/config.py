@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mini_engine.context_shard import ContextShard
 from mini_engine.errors import ConfigError
 from mini_engine.model_config import DTYPE_BYTES, Llama3RopeScaling, ModelConfig, dtype_bytes
 
@@ -88,6 +89,16 @@ class EngineConfig:
     host_link_bytes_per_s, prefill_flops_per_s: what a fetch and what computing anew are priced by; None measures both
         on this machine when the engine starts (see host_cache.py).
     async_scheduling: schedule the next step, and hand out the last one's tokens, while a step runs.
+    tensor_parallel_size: ranks that share every matrix by heads and inner widths.
+    decode_context_parallel_size: ranks among them that share each sequence's KV by tokens where they would all hold
+        the same; cp_kv_cache_interleave_size: consecutive tokens that go to one of them (see context_shard.py).
+    dcp_comm_backend, dcp_q_replicate: how their partial results are combined, and whether each computes the queries of
+        all of them in place of gathering these (see dcp.py).
+    distributed_executor_backend: who runs the ranks: "mp" a process each, started here, "local" threads of this
+        process, "external_launcher" the processes that torchrun started, of which this is one; "auto" is the last
+        under torchrun, else "mp".
+    num_padded_query_heads: fill the query heads up to so many with heads of zeros, which change nothing, where the
+        model's own number cannot be shared out.
     """
 
     model: str = "smollm2-135m"
@@ -117,6 +128,13 @@ class EngineConfig:
     host_link_bytes_per_s: float | None = None
     prefill_flops_per_s: float | None = None
     async_scheduling: bool = False
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int = 1
+    dcp_comm_backend: Literal["ag_rs", "a2a"] = "ag_rs"
+    dcp_q_replicate: bool = False
+    distributed_executor_backend: Literal["auto", "local", "mp", "external_launcher"] = "auto"
+    num_padded_query_heads: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -147,14 +165,43 @@ class EngineConfig:
                 "preemption_mode 'swap' needs host memory to swap to: set swap_space_bytes above 0, or "
                 "preemption_mode to 'recompute'"
             )
+        self._check_parallel()
         # its refusals, before a model is loaded
         self.scheduler_config(self.max_model_len or 1, num_blocks=2, num_host_blocks=min(1, self.swap_space_bytes))
+
+    def _check_parallel(self) -> None:
+        """What can be said of ranks without the model; the rest is `parallel.ModelShard`'s."""
+        tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
+        _at_least(
+            self, 1, "block_size", "tensor_parallel_size", "decode_context_parallel_size", "cp_kv_cache_interleave_size"
+        )
+        _one_of(self, "dcp_comm_backend", "ag_rs", "a2a")
+        _one_of(self, "distributed_executor_backend", "auto", "local", "mp", "external_launcher")
+        if self.num_padded_query_heads is not None:
+            _at_least(self, 1, "num_padded_query_heads")
+        if tp % dcp:
+            raise ConfigError(
+                f"decode_context_parallel_size {dcp} must divide tensor_parallel_size {tp}: its ranks are among those"
+            )
+        ContextShard(0, dcp, self.cp_kv_cache_interleave_size).check_block_size(self.block_size)
+        for name in ("async_scheduling", "host_cache_bytes"):
+            if tp > 1 and getattr(self, name):
+                raise ConfigError(
+                    f"{name} works on one rank only so far, this engine has tensor_parallel_size {tp}: set one of them "
+                    f"to its default"
+                )
+
+    @property
+    def virtual_block_size(self) -> int:
+        """Tokens of a sequence that one block id stands for, on all ranks together."""
+        return self.block_size * self.decode_context_parallel_size
 
     def scheduler_config(self, max_model_len: int, num_blocks: int, num_host_blocks: int = 0) -> SchedulerConfig:
         """The scheduler's part of it, once the model and the memory are known."""
         shared = {field.name for field in dataclasses.fields(SchedulerConfig)}
         values = {name: value for name, value in dataclasses.asdict(self).items() if name in shared}
         values |= {"max_model_len": max_model_len, "num_blocks": num_blocks, "num_host_blocks": num_host_blocks}
+        values["block_size"] = self.virtual_block_size
         return SchedulerConfig(**values)
 
 

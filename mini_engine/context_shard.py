@@ -19,10 +19,12 @@ Source: vLLM's `get_dcp_local_seq_lens` and `cp_kv_cache_interleave_size`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from mini_engine.errors import ConfigError
+
+if TYPE_CHECKING:  # configs are checked with this module, and the arithmetic does not pay for numpy
+    import numpy as np
 
 NO_SLOT = -1
 
@@ -93,13 +95,22 @@ class ContextShard:
 
         positions: [T], places in their sequences. block_table: [W] of one sequence, or [T, W] with a row a token.
         """
+        import numpy as np
+
         virtual = self.virtual_block_size(block_size)
         block, offset = positions // virtual, positions % virtual
         table = np.asarray(block_table)
         ids = (table[block] if table.ndim == 1 else table[np.arange(len(positions)), block]).astype(np.int64)
+        return self.local_slots(ids * virtual + offset, block_size)
+
+    def local_slots(self, slots: np.ndarray, block_size: int) -> np.ndarray:
+        """The same from slots in a pool of virtual blocks, as the scheduler counts them: id * B * N + offset."""
+        import numpy as np
+
+        ids, offset = np.divmod(slots, self.virtual_block_size(block_size))
         run, within = np.divmod(offset, self.interleave)
-        slots = ids * block_size + run // self.size * self.interleave + within
-        return np.where(run % self.size == self.rank, slots, NO_SLOT)
+        local = ids * block_size + run // self.size * self.interleave + within
+        return np.where(run % self.size == self.rank, local, NO_SLOT)
 
 
 def check_context_parallel_size(tensor_parallel_size: int, size: int, num_heads: int, num_kv_heads: int) -> None:

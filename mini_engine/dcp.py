@@ -24,7 +24,7 @@ Source: vLLM's decode context parallelism (`cp_lse_ag_out_rs`, `dcp_comm_backend
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -34,6 +34,7 @@ from mini_engine.context_shard import ContextShard
 from mini_engine.groups import Group, GroupError
 
 CommBackend = Literal["ag_rs", "a2a"]
+MergeParts = Callable[[torch.Tensor, torch.Tensor], AttentionState]
 
 
 def merge_weights(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,8 +74,13 @@ def combine_ag_rs(state: AttentionState, group: Group, dtype: torch.dtype = torc
     return AttentionState(out, _own_heads(total, group))
 
 
-def combine_a2a(state: AttentionState, group: Group, dtype: torch.dtype = torch.float32) -> AttentionState:
-    """The same in one collective: each rank sends every other that one's heads, out and lse side by side as bytes."""
+def combine_a2a(
+    state: AttentionState, group: Group, dtype: torch.dtype = torch.float32, merge_all: MergeParts = merge_parts
+) -> AttentionState:
+    """The same in one collective: each rank sends every other that one's heads, out and lse side by side as bytes.
+
+    merge_all: merges what came; a backend may have a kernel for it.
+    """
     num_tokens, heads, dim = state.out.shape
     own = _heads_per_rank(heads, group)
     by_owner = (num_tokens, group.size, own)
@@ -83,18 +89,24 @@ def combine_a2a(state: AttentionState, group: Group, dtype: torch.dtype = torch.
     packed = torch.cat([outs.contiguous().view(torch.uint8), lses.contiguous().view(torch.uint8)], dim=-1)
     came = group.all_to_all(packed)
     width = dim * dtype.itemsize
-    return merge_parts(
+    return merge_all(
         came[..., :width].contiguous().view(dtype), came[..., width:].contiguous().view(torch.float32).squeeze(-1)
     )
 
 
 def combine(
-    state: AttentionState, group: Group, comm_backend: CommBackend, dtype: torch.dtype = torch.float32
+    state: AttentionState,
+    group: Group,
+    comm_backend: CommBackend,
+    dtype: torch.dtype = torch.float32,
+    merge_all: MergeParts = merge_parts,
 ) -> AttentionState:
     """One of the two ways by its name. A group of one rank has the whole context: its state is returned as it is."""
     if group.size == 1:
         return state
-    return (combine_ag_rs if comm_backend == "ag_rs" else combine_a2a)(state, group, dtype)
+    return (
+        combine_ag_rs(state, group, dtype) if comm_backend == "ag_rs" else combine_a2a(state, group, dtype, merge_all)
+    )
 
 
 def context_attention(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from mini_engine.batch import logits_rows
 from mini_engine.cache_key import CacheKey, rope_rule
 from mini_engine.config import EngineConfig
 from mini_engine.errors import RequestError
+from mini_engine.executor import make_runner
 from mini_engine.host_cache import open_prefix_tier
 from mini_engine.output_processor import RequestOutput, RequestState
 from mini_engine.pipeline import Flight, Pipeline
@@ -43,16 +44,18 @@ class LLMEngine:
             self.model_config = checkpoint.config
             self.eos_token_ids = checkpoint.eos_token_ids
             self.tokenizer = checkpoint.tokenizer()
-            self.runner = runner = ModelRunner(config, checkpoint)
-            kv_format = str(runner.kv.k.dtype).removeprefix("torch.")
+            runner = make_runner(config, checkpoint)
+            self.runner: Any = runner  # with one rank a ModelRunner, at which benches and replays look more closely
+            kv_format = str(runner.kv_dtype).removeprefix("torch.")
             model = f"{checkpoint.name} {checkpoint.revision} in {runner.dtype}"
-        tier = open_prefix_tier(config, self.model_config, runner, clock) if config.host_cache_bytes else None
+        here = cast(ModelRunner, runner)  # what the next lines make is refused with several ranks
+        tier = open_prefix_tier(config, self.model_config, here, clock) if config.host_cache_bytes else None
         self.scheduler = Scheduler(
             config.scheduler_config(runner.max_model_len, runner.num_blocks, runner.num_host_blocks),
             CacheKey(model, position_rule=rope_rule(self.model_config), kv_format=kv_format),
             tier,
         )
-        self._pipeline = Pipeline(runner) if config.async_scheduling else None
+        self._pipeline = Pipeline(here) if config.async_scheduling else None
         self._in_flight: Flight | None = None
         self.requests: dict[str, RequestState] = {}
 
@@ -153,6 +156,10 @@ class LLMEngine:
         if not self.requests and self._in_flight is not None:
             self._step_in_flight(pipeline)  # nobody waits for its tokens: only its blocks are to come back
         return records
+
+    def close(self) -> None:
+        """End the processes of other ranks, where there are any; no step can run any more then. May be called again."""
+        self.runner.close()
 
     def _submit(self, pipeline: Pipeline, output: SchedulerOutput) -> Flight | None:
         """Send a step on its way, if it has something to do; if that fails, undo it."""

@@ -34,6 +34,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     8: ("Q8_0", 32, 34),
     30: ("BF16", 1, 2),
 }
+BLOCKS = {name: (elements, nbytes) for name, elements, nbytes in TENSOR_TYPES.values()}
 UNSUPPORTED_TYPES = {
     **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"},
     **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS"},

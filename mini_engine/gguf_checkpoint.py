@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mini_engine.cache_key import file_revision
-from mini_engine.checkpoint import check_target, check_tensors
+from mini_engine.checkpoint import check_target, check_tensors, part_of
 from mini_engine.errors import ModelLoadError
-from mini_engine.gguf import GGUFFile, TensorInfo
+from mini_engine.gguf import BLOCKS, GGUFFile, TensorInfo
 from mini_engine.gguf_config import ROPE_FACTORS, read_config
 from mini_engine.gguf_tokenizer import build_tokenizer, end_of_text_ids
 
@@ -76,23 +76,27 @@ class GGUFCheckpoint:
             raise ModelLoadError(f"{self._file.path}: there is no tensor {name}")
         return self._tensors[name]
 
-    def read(self, name: str, out: torch.Tensor) -> None:
+    def read(self, name: str, out: torch.Tensor, rows: range | None = None, columns: range | None = None) -> None:
         import torch
 
         info = self._info(name)
-        check_target(name, info.shape, out)
+        rows, columns = part_of(info.shape, rows, columns)
+        check_target(name, (len(rows), len(columns)) if len(info.shape) > 1 else info.shape, out)
         # On one thread: the slices are so small that on a busy machine waiting for a second one takes far longer than
         # the work itself (measured: 10 s in place of 2 s).
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            self._read_slices(info, self._permuted_heads(name), out)
+            self._read_slices(info, self._permuted_heads(name), out, rows, columns)
         finally:
             torch.set_num_threads(threads)
         self._file.release(info)
 
-    def _read_slices(self, info: TensorInfo, heads: int, out: torch.Tensor) -> None:
-        """heads: how many heads the rows are permuted within, 0 for rows in order."""
+    def _read_slices(self, info: TensorInfo, heads: int, out: torch.Tensor, rows: range, columns: range) -> None:
+        """heads: how many heads the rows are permuted within, 0 for rows in order.
+
+        Columns are read by whole quantised blocks, and cut to the ones asked for afterwards.
+        """
         import torch
 
         from mini_engine.gguf_quants import dequantize
@@ -101,6 +105,10 @@ class GGUFCheckpoint:
         if out.dim() == 1:
             out.copy_(dequantize(torch.from_numpy(raw.copy()), info.type_name)[0])
             return
+        block, block_bytes = BLOCKS[info.type_name]
+        first = columns.start // block
+        raw = raw[rows.start : rows.stop, first * block_bytes : -(-columns.stop // block) * block_bytes]
+        wanted = slice(columns.start - first * block, columns.stop - first * block)
         # [units, rows of a unit, columns]: a unit is a head where rows are permuted, else a single row
         unit = info.shape[0] // heads if heads else 1
         target = out.unflatten(0, (-1, unit))
@@ -109,8 +117,8 @@ class GGUFCheckpoint:
             end = min(start + step, target.shape[0])
             # The copy makes torch the owner: a tensor must not outlive the map it points into.
             part = torch.from_numpy(raw[start * unit : end * unit].copy())
-            rows = dequantize(part, info.type_name).view(end - start, unit, -1)
-            target[start:end].copy_(_rotary_halves(rows) if heads else rows)
+            values = dequantize(part, info.type_name)[:, wanted].unflatten(0, (end - start, unit))
+            target[start:end].copy_(_rotary_halves(values) if heads else values)
 
     def holds_int4(self, name: str) -> bool:
         return self._info(name).type_name in INT4_TYPES

@@ -20,11 +20,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from mini_engine.errors import EngineError
 
@@ -253,46 +251,3 @@ def run_ranks(groups: Sequence[LocalGroup], work: Callable[[LocalGroup], T]) -> 
     if errors:
         raise next((error for error in errors if not isinstance(error, GroupError)), errors[0])
     return [future.result() for future in futures]
-
-
-class TorchGroup(Group):
-    """A rank in a process of its own, over torch.distributed: gloo on CPUs, NCCL on GPUs.
-
-    process_group: None is the default one. A rank that never comes makes the others raise after its time limit.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup | None = None):
-        super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group))
-        self._process_group = process_group
-
-    @classmethod
-    def from_environment(cls, backend: str | None = None, timeout_s: float = 300.0) -> TorchGroup:
-        """Join the group that torchrun describes in the environment. backend: None is NCCL where there is a GPU."""
-        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        return cls()
-
-    def split(self, size: int) -> TorchGroup:
-        if size < 1 or self.size % size:
-            raise GroupError(f"{self.size} ranks cannot be split into groups of {size}")
-        members = dist.get_process_group_ranks(self._process_group or dist.group.WORLD)
-        first = self.rank // size * size
-        return TorchGroup(dist.new_group(members[first : first + size], use_local_synchronization=True))
-
-    # As bytes: gloo does not move every dtype, and nothing is added on the way.
-
-    def _gather(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
-        sent = _as_bytes(x)
-        received = sent.new_empty(self.size * len(sent))
-        dist.all_gather_into_tensor(received, sent, group=self._process_group)
-        return [part.view(x.dtype).view(x.shape) for part in received.chunk(self.size)]
-
-    def _swap(self, name: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        sent = torch.cat([_as_bytes(part) for part in parts])
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._process_group)
-        return [part.view(parts[0].dtype).view(parts[0].shape) for part in received.chunk(self.size)]
-
-
-def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().contiguous().flatten().view(torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 
 from mini_engine import __version__, sizing
-from mini_engine.config import EngineConfig
+from mini_engine.config import EngineConfig, dtype_bytes
 from mini_engine.errors import RequestError
 from mini_engine.linear import int4_bytes
 from mini_engine.ops import resolve_backend
+from mini_engine.parallel import ModelShard
 from mini_engine.weights import open_checkpoint
 
 MIB = 1 << 20
@@ -65,22 +67,26 @@ def processor_name() -> str:
 
 
 def describe(config: EngineConfig, input_len: int, output_len: int) -> dict[str, Any]:
-    """The figures of `mini-engine info`, from the header of the model alone.
+    """The figures of `mini-engine info`, from the header of the model alone. Bytes and blocks are one rank's, and every
+    rank's alike; tokens are the whole group's.
 
-    A request of `input_len` and `output_len` tokens holds ceil((input + output - 1) / block_size) blocks at its end:
-    the last output token is never computed (book 8.1.2).
+    A request of `input_len` and `output_len` tokens holds ceil((input + output - 1) / virtual_block_size) blocks at its
+    end: the last output token is never computed (book 8.1.2).
     """
     if input_len < 1 or output_len < 1:
         raise RequestError(f"a request has at least one token in and one out, not {input_len} in and {output_len} out")
     device = sizing.resolve_device(config.device)
     with open_checkpoint(config.model) as checkpoint:
         model, name = checkpoint.config, checkpoint.name
-        packed_bytes = int4_bytes(checkpoint) if sizing.uses_int4(config, device) else 0
+        shard = ModelShard.of(config, model)
+        shapes = [shard.part(tensor, checkpoint.shape(tensor)).shape for tensor in checkpoint.names()]
+        packed_bytes = int4_bytes(checkpoint) if shard.is_whole and sizing.uses_int4(config, device) else 0
     dtype = sizing.resolve_dtype(config.dtype, model, device)
     dtype_name = str(dtype).removeprefix("torch.")
-    weight_bytes = model.weight_bytes(dtype_name) + packed_bytes
-    num_blocks = sizing.num_kv_blocks(config, model, device, dtype, unloaded_bytes=weight_bytes)
-    blocks_each = -(-(input_len + output_len - 1) // config.block_size)
+    weight_bytes = sum(map(math.prod, shapes)) * dtype_bytes(dtype_name) + packed_bytes
+    num_blocks = sizing.num_kv_blocks(config, shard.config, device, dtype, unloaded_bytes=weight_bytes)
+    block_bytes = sizing.block_bytes(config, shard.config, dtype)
+    blocks_each = -(-(input_len + output_len - 1) // config.virtual_block_size)
     max_model_len = sizing.resolve_max_model_len(config, model)
     fit = (num_blocks - 1) // blocks_each if input_len + output_len - 1 <= max_model_len else 0
     return {
@@ -97,14 +103,19 @@ def describe(config: EngineConfig, input_len: int, output_len: int) -> dict[str,
             "dtype": dtype_name,
             "weight_bytes": weight_bytes,
             "packed_bytes": packed_bytes,
-            "kv_bytes_per_token": sizing.block_bytes(config, model, dtype) // config.block_size,
+            "kv_bytes_per_token": block_bytes // config.block_size,
             "max_model_len": max_model_len,
+        },
+        "ranks": {
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "decode_context_parallel_size": config.decode_context_parallel_size,
         },
         "kv_cache": {
             "block_size": config.block_size,
+            "virtual_block_size": config.virtual_block_size,
             "num_blocks": num_blocks,
-            "bytes": num_blocks * sizing.block_bytes(config, model, dtype),
-            "tokens": (num_blocks - 1) * config.block_size,
+            "bytes": num_blocks * block_bytes,
+            "tokens": (num_blocks - 1) * config.virtual_block_size,
         },
         "requests": {
             "input_len": input_len,
@@ -120,14 +131,16 @@ def table(report: dict[str, Any]) -> str:
     """The same for a person."""
     model, kv, requests, device = report["model"], report["kv_cache"], report["requests"], report["device"]
     packed = f", {model['packed_bytes'] / MIB:,.0f} MiB of it 4-bit and bf16 copies" if model["packed_bytes"] else ""
+    size, shared_by = report["ranks"].values()
+    each = " a rank" if size > 1 else ""
     lines = [
         ("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items())),
         ("device", f"{device['type']}: {device['name']}; attention: {device['attention_backend']}"),
         ("model", f"{model['name']} ({model['architecture']}, {model['parameters'] / 1e6:,.1f} M parameters)"),
-        ("weights", f"{model['weight_bytes'] / MIB:,.0f} MiB in {model['dtype']}{packed}"),
+        ("weights", f"{model['weight_bytes'] / MIB:,.0f} MiB in {model['dtype']}{each}{packed}"),
         (
             "KV cache",
-            f"{kv['bytes'] / MIB:,.0f} MiB: {kv['num_blocks']:,} blocks of {kv['block_size']} tokens at "
+            f"{kv['bytes'] / MIB:,.0f} MiB{each}: {kv['num_blocks']:,} blocks of {kv['block_size']} tokens at "
             f"{model['kv_bytes_per_token'] / 1024:,.1f} KiB a token; one is the null block",
         ),
         ("context", f"up to {model['max_model_len']:,} tokens"),
@@ -137,6 +150,9 @@ def table(report: dict[str, Any]) -> str:
             f"(⌊{kv['num_blocks'] - 1:,} / {requests['blocks_each']}⌋ blocks; max_num_seqs {requests['max_num_seqs']})",
         ),
     ]
+    if size > 1:
+        tokens = f"; {shared_by} of them share a context, so a block is {kv['virtual_block_size']} of its tokens"
+        lines.insert(3, ("ranks", f"{size}{tokens if shared_by > 1 else ''}"))
     if requests["fit"] == 0:
         lines.append(("", "none: the pool or the model's context is too short for this shape"))
     return "\n".join(f"{label:<10}{text}" for label, text in lines)

@@ -1,6 +1,9 @@
 """The tensors behind the block ids: keys and values of every layer, in blocks.
 
 k, v   [layers, num_blocks, block_size, kv_heads, head_dim]      block 0 is the null block
+
+Latent attention (MLA) keeps one latent a token: k [layers, num_blocks, block_size, 1, kv_lora_rank + rope], and v is
+the view of its first kv_lora_rank elements.
 """
 
 from __future__ import annotations
@@ -16,21 +19,28 @@ from mini_engine.config import ModelConfig
 
 
 class KVCache:
-    """K and V of all layers; `layers[i]` are views of those of layer i.
+    """K and V of all layers; `layers[i]` are views of those of layer i. config: of the part of the model that is here.
 
+    is_latent: v is a view of k, so that storing k stores both. pools: the tensors that hold it all.
     `slot = block_id * block_size + offset` names one token's place in every layer.
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
-        shape = (config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-        self.k = _zeros(shape, dtype, device)
-        self.v = _zeros(shape, dtype, device)
+        shape = (config.num_hidden_layers, num_blocks, block_size, config.cached_heads)
+        self.block_size = block_size
+        self.is_latent = config.cached_value_dim == 0
+        self.k = _zeros((*shape, config.cached_key_dim), dtype, device)
+        if self.is_latent:
+            self.v = self.k[..., : config.cached_value_view]
+        else:
+            self.v = _zeros((*shape, config.cached_value_dim), dtype, device)
+        self.pools = [self.k] if self.is_latent else [self.k, self.v]
         self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers]
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return sum(pool.nbytes for pool in self.pools)
 
     @property
     def bytes_per_token(self) -> int:
@@ -39,17 +49,18 @@ class KVCache:
         return self.nbytes // (num_blocks * block_size)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Store k, v [T, kv_heads, head_dim] at their slots."""
+        """Store k [T, kv_heads, D] and v at their slots; of a latent, k alone."""
         k_slots, v_slots = self._slots[layer]
         k_slots.index_copy_(0, slot_mapping, k.to(self.k.dtype))
-        v_slots.index_copy_(0, slot_mapping, v.to(self.v.dtype))
+        if not self.is_latent:
+            v_slots.index_copy_(0, slot_mapping, v.to(self.v.dtype))
 
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
         """Copy whole blocks in all layers. Every source is read before any destination is written."""
         if copies:
             src, dst = torch.tensor(copies, device=self.k.device).unbind(1)
-            self.k[:, dst] = self.k[:, src]
-            self.v[:, dst] = self.v[:, src]
+            for pool in self.pools:
+                pool[:, dst] = pool[:, src]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

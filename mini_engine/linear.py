@@ -44,6 +44,18 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, self._transposed)
 
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in the dtype it comes in: bfloat16 of 4-bit weights. Who can use that is spared a conversion."""
+        return self(x)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the product, in as few operators as it takes, in residual's dtype. x: any dtype."""
+        return torch.addmm(residual, x.to(residual.dtype), self._transposed)
+
+    @property
+    def out_features(self) -> int:
+        return len(self.weight)
+
     def tensors(self) -> list[torch.Tensor]:
         """All weights held."""
         return [self.weight]
@@ -66,10 +78,17 @@ class Int4Linear(Linear):
         self.scale_and_zero = torch.stack((groups.scale, zero), -1).transpose(0, 1).contiguous().bfloat16()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x).to(x.dtype)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > MAX_INT4_ROWS:
             return super().__call__(x)
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale_and_zero)
-        return product.to(x.dtype)
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale_and_zero)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > MAX_INT4_ROWS:
+            return super().add_to(residual, x)
+        return residual + self.product(x)
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.weight, self.packed, self.scale_and_zero]

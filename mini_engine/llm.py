@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from tqdm.auto import tqdm
 
@@ -72,7 +72,11 @@ class TextStream:
 
 
 class LLM:
-    """A model ready to answer. Takes a model and keyword arguments of EngineConfig, or an EngineConfig."""
+    """A model ready to answer. Takes a model and keyword arguments of EngineConfig, or an EngineConfig.
+
+    With several ranks it has processes of its own. They end with `close`, or when a `with` block is left; failing that,
+    with the last reference to this object.
+    """
 
     def __init__(self, model: str | EngineConfig | None = None, config: EngineConfig | None = None, **options: Any):
         if isinstance(model, EngineConfig):
@@ -144,6 +148,16 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
         """Answer one prompt piece by piece. Raises RequestError at the call. Several streams may be read in turn."""
         return TextStream(self.engine, self.engine.add_request(self._new_id(), prompt, sampling_params))
+
+    def close(self) -> None:
+        """Give back what the engine holds besides memory: the processes of its ranks. May be called again."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def _new_id(self) -> str:
         self._next_id += 1

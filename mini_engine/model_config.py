@@ -12,42 +12,36 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mini_engine.errors import ConfigError, ModelLoadError
+from mini_engine.mla_config import MLAShape, MoEShape
+from mini_engine.rope_scaling import Llama3RopeScaling, RopeScaling, YarnRopeScaling, read_rope
+
+__all__ = [
+    "DTYPE_BYTES",
+    "Llama3RopeScaling",
+    "MLAShape",
+    "MoEShape",
+    "ModelConfig",
+    "YarnRopeScaling",
+    "dtype_bytes",
+]
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-
-
-@dataclass(frozen=True)
-class Llama3RopeScaling:
-    """The frequency scaling of Llama 3.1: low frequencies are divided by `factor`, high ones kept, a ramp between.
-
-    Source: `rope_scaling` of Llama 3.1's config.json, `rope_type: llama3`.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def __post_init__(self) -> None:
-        if not (self.factor >= 1 and 0 < self.low_freq_factor < self.high_freq_factor):
-            raise ModelLoadError(
-                f"rope scaling llama3 needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, got factor "
-                f"{self.factor}, low {self.low_freq_factor}, high {self.high_freq_factor}"
-            )
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "DeepseekV2ForCausalLM": "deepseek_v2"}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a dense decoder, under the names of Hugging Face's config.json.
+    """The shape of a decoder, under the names of Hugging Face's config.json.
 
     Counts are elements; the methods that return bytes say so. `num_attention_heads // num_key_value_heads` query
     heads read each KV head (grouped-query attention).
+    mla: of latent attention; then there is one KV head, the latent that all query heads read, and head_dim is the
+        width of a query head. moe: of a mixture of experts; intermediate_size is that of the layers without.
     rope_factors: what a GGUF file has in place of `rope_scaling`: each of the head_dim / 2 inverse frequencies is
         divided by its own factor.
     """
 
-    architecture: Literal["llama", "qwen3"]
+    architecture: Literal["llama", "qwen3", "deepseek_v2"]
     num_hidden_layers: int
     hidden_size: int
     num_attention_heads: int
@@ -57,11 +51,13 @@ class ModelConfig:
     vocab_size: int
     tie_word_embeddings: bool
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     rope_factors: tuple[float, ...] | None = None
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     dtype: str = "bfloat16"
+    mla: MLAShape | None = None
+    moe: MoEShape | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES.values():
@@ -77,10 +73,23 @@ class ModelConfig:
                 f"model config: {self.num_attention_heads} query heads cannot be shared out evenly over "
                 f"{self.num_key_value_heads} KV heads"
             )
-        if self.head_dim % 2:
+        if self.rotary_dim % 2:
             raise ModelLoadError(f"model config: rotary embedding needs an even head_dim, got {self.head_dim}")
         if self.rope_factors is not None:
             self._check_rope_factors(self.rope_factors)
+        self._check_latent_attention()
+
+    def _check_latent_attention(self) -> None:
+        if (self.architecture == "deepseek_v2") != (self.mla is not None) or (self.moe and not self.mla):
+            raise ModelLoadError(
+                f"model config: a deepseek_v2 needs mla, and only it takes mla and moe; got a {self.architecture} with "
+                f"mla {self.mla} and moe {self.moe}"
+            )
+        if self.mla and (self.num_key_value_heads, self.head_dim) != (1, self.mla.qk_head_dim):
+            raise ModelLoadError(
+                f"model config: latent attention has 1 KV head and head_dim {self.mla.qk_head_dim} (nope and rope), "
+                f"got {self.num_key_value_heads} and {self.head_dim}"
+            )
 
     def _check_rope_factors(self, factors: tuple[float, ...]) -> None:
         if self.rope_scaling is not None:
@@ -103,8 +112,45 @@ class ModelConfig:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads (or all value heads) together."""
-        return self.num_key_value_heads * self.head_dim
+        """Width of all cached key heads (or all value heads) together."""
+        return self.cached_heads * self.cached_key_dim
+
+    @property
+    def o_size(self) -> int:
+        """Width of what all heads return together."""
+        return self.num_attention_heads * (self.mla.v_head_dim if self.mla else self.head_dim)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def cached_heads(self) -> int:
+        """KV heads in the cache."""
+        return self.num_key_value_heads
+
+    @property
+    def cached_key_dim(self) -> int:
+        """Elements of K that a token leaves in each KV head of the cache."""
+        return self.mla.cached_dim if self.mla else self.head_dim
+
+    @property
+    def cached_value_dim(self) -> int:
+        """Elements of V beside K in the cache: 0 where the values are the first `cached_value_view` elements of K."""
+        return 0 if self.mla else self.head_dim
+
+    @property
+    def cached_value_view(self) -> int:
+        """How many first elements of a cached key are its value: kv_lora_rank; 0 where V has a cache of its own."""
+        return self.mla.kv_lora_rank if self.mla else 0
+
+    @property
+    def num_moe_layers(self) -> int:
+        return max(0, self.num_hidden_layers - self.moe.first_k_dense_replace) if self.moe else 0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.moe is not None and layer >= self.moe.first_k_dense_replace
 
     @property
     def embedding_params(self) -> int:
@@ -112,21 +158,37 @@ class ModelConfig:
 
     @property
     def layer_params(self) -> int:
+        """Parameters of a layer; where some have experts, of one without."""
+        return self._around_mlp_params + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def _around_mlp_params(self) -> int:
+        """A layer but its MLP or experts."""
+        if self.mla:
+            return self.mla.num_params(self.hidden_size, self.num_attention_heads) + 2 * self.hidden_size
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        return attention + mlp + norms
+        return attention + 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
     def num_params(self) -> int:
         """All parameters; tied embeddings are one matrix and count once."""
+        experts = self.moe.num_params(self.hidden_size) if self.moe else 0
         embeddings = self.embedding_params * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * self.layer_params + embeddings + self.hidden_size
+        return self._params_of_layers(experts) + embeddings + self.hidden_size
 
     @property
     def num_params_read(self) -> int:
-        """Parameters one decode round reads: all but the input embedding, of which it looks up single rows (8.2.1)."""
-        return self.num_hidden_layers * self.layer_params + self.embedding_params + self.hidden_size
+        """Parameters one decode round reads: all but the input embedding, of which it looks up single rows (8.2.1).
+
+        With experts, those that a round of one sequence reads: a larger batch reads the union of its tokens' experts.
+        """
+        experts = self.moe.num_params_read(self.hidden_size) if self.moe else 0
+        return self._params_of_layers(experts) + self.embedding_params + self.hidden_size
+
+    def _params_of_layers(self, experts: int) -> int:
+        """experts: parameters of a MoE layer's router and experts."""
+        num_dense = self.num_hidden_layers - self.num_moe_layers
+        return num_dense * self.layer_params + self.num_moe_layers * (self._around_mlp_params + experts)
 
     def weight_bytes(self, dtype: str | None = None) -> int:
         """Bytes of all weights held in `dtype` (default: the model's own)."""
@@ -137,8 +199,9 @@ class ModelConfig:
         return self.num_params_read * dtype_bytes(dtype or self.dtype)
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
-        """Bytes of K and V that one token leaves in all layers: 2 · layers · KV heads · head_dim · bytes (8.1.2)."""
-        return 2 * self.num_hidden_layers * self.kv_size * dtype_bytes(dtype or self.dtype)
+        """Bytes that one token leaves in all layers: layers · KV heads · (width of K + width of V) · bytes (8.1.2)."""
+        values = self.num_hidden_layers * self.cached_heads * (self.cached_key_dim + self.cached_value_dim)
+        return values * dtype_bytes(dtype or self.dtype)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -155,14 +218,16 @@ class ModelConfig:
         _refuse_ignored_settings(config)
         try:
             heads = config["num_attention_heads"]
-            theta, scaling = _rope(config)
+            latent = architecture == "deepseek_v2"
+            mla = MLAShape.from_hf(config) if latent else None
+            theta, scaling = read_rope(config, "yarn" if latent else "llama3")
             return cls(
                 architecture=architecture,  # type: ignore[arg-type]
                 num_hidden_layers=config["num_hidden_layers"],
                 hidden_size=config["hidden_size"],
                 num_attention_heads=heads,
-                num_key_value_heads=config.get("num_key_value_heads") or heads,
-                head_dim=config.get("head_dim") or config["hidden_size"] // (heads or 1),  # 0 is refused by name
+                num_key_value_heads=1 if mla else config.get("num_key_value_heads") or heads,
+                head_dim=mla.qk_head_dim if mla else config.get("head_dim") or _head_dim(config),
                 intermediate_size=config["intermediate_size"],
                 vocab_size=config["vocab_size"],
                 tie_word_embeddings=config.get("tie_word_embeddings", False),
@@ -171,11 +236,18 @@ class ModelConfig:
                 max_position_embeddings=config.get("max_position_embeddings", 2048),
                 rms_norm_eps=config.get("rms_norm_eps", 1e-6),
                 dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+                mla=mla,
+                moe=MoEShape.from_hf(config) if latent else None,
             )
         except KeyError as error:
             raise ModelLoadError(f"config.json lacks {error.args[0]!r}, which a {architecture} model needs") from None
         except (TypeError, AttributeError) as error:
             raise ModelLoadError(f"config.json has a value of the wrong kind: {error}") from None
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    """Where config.json does not say; a number of heads of 0 is refused by name later."""
+    return config["hidden_size"] // (config["num_attention_heads"] or 1)
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -201,18 +273,3 @@ def _refuse_ignored_settings(config: Mapping[str, Any]) -> None:
         raise ModelLoadError(
             f"safetensors quantised by {method!r} are not supported: use unquantised weights or a GGUF file"
         )
-
-
-def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
-    """(theta, scaling). transformers 5 keeps both in `rope_parameters`, 4 beside each other."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ModelLoadError(f"rope scaling {kind!r} is not supported, only 'default' and 'llama3'")
-    fields = [field.name for field in dataclasses.fields(Llama3RopeScaling)]
-    if any(name not in rope for name in fields):
-        raise ModelLoadError(f"rope scaling llama3 needs {', '.join(fields)}; config.json has {sorted(rope)}")
-    return theta, Llama3RopeScaling(**{name: rope[name] for name in fields})

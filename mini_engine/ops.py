@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,27 @@ import torch.nn.functional as F
 from mini_engine.attention import AttentionState, TorchAttention
 from mini_engine.batch import Batch
 from mini_engine.block_pool import BlockCopy
+from mini_engine.context_shard import ContextShard
+from mini_engine.dcp import context_attention, merge_parts
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache import KVCache
+from mini_engine.single_decode import SingleDecode
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], AttentionState]
+Attention = Callable[[int, torch.Tensor], torch.Tensor]
+"""(layer, q [T, heads, Dq]) -> out [T, heads, Dv]"""
+StateAttention = Callable[[int, torch.Tensor], AttentionState]
+"""The same with the lse, for what is to be merged."""
+
+
+class Contexts(NamedTuple):
+    """What new tokens attend to that lies here of their sequences' contexts, all of it seen by all of them.
+
+    block_table [S, longest]; query_lens: new tokens of each sequence; lens: tokens here, perhaps none.
+    """
+
+    block_table: torch.Tensor
+    query_lens: tuple[int, ...]
+    lens: tuple[int, ...]
 
 
 class Ops(Protocol):
@@ -31,8 +48,17 @@ class Ops(Protocol):
     replayable: bool
     """Whether a step's launches depend on the shapes of its batch alone, so that a CUDA graph can replay them."""
 
-    def attention(self, batch: Batch, block_size: int, scale: float, dtype: torch.dtype) -> Attention:
-        """Made once a step, called once a layer. dtype: what the model computes in."""
+    def attention(self, batch: Batch, kv: KVCache, scale: float, dtype: torch.dtype) -> Attention:
+        """Causal attention over all of a batch's tokens in `kv`, the new ones among them. Made once a step, called once
+        a layer. dtype: what the model computes in."""
+        ...
+
+    def context_attention(self, contexts: Contexts, kv: KVCache, scale: float) -> StateAttention:
+        """Attention of a step's new tokens over contexts alone. Float32; a token that sees nothing is (0, -inf)."""
+        ...
+
+    def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> AttentionState:
+        """The state over the keys of all parts. outs [N, T, heads, D], lses [N, T, heads]."""
         ...
 
     def copy_blocks(self, kv: KVCache, copies: Seq[BlockCopy]) -> None: ...
@@ -59,8 +85,19 @@ class TorchOps:
 
     replayable = False
 
-    def attention(self, batch: Batch, block_size: int, scale: float, dtype: torch.dtype) -> Attention:
-        return TorchAttention(batch, block_size, scale)
+    def attention(self, batch: Batch, kv: KVCache, scale: float, dtype: torch.dtype) -> Attention:
+        single = SingleDecode.of(batch, kv, scale, dtype)
+        if single is not None:
+            return single
+        attention = TorchAttention(batch, kv.block_size, scale)
+        return lambda layer, q: attention(q, *kv.layers[layer]).out
+
+    def context_attention(self, contexts: Contexts, kv: KVCache, scale: float) -> StateAttention:
+        table, query_lens, lens = contexts
+        return lambda layer, q: context_attention(q, *kv.layers[layer], table, query_lens, lens, ContextShard(), scale)
+
+    def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> AttentionState:
+        return merge_parts(outs, lses)
 
     def copy_blocks(self, kv: KVCache, copies: Seq[BlockCopy]) -> None:
         kv.copy_blocks(copies)

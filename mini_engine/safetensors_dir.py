@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from mini_engine.cache_key import file_revision
-from mini_engine.checkpoint import EMBEDDING, HEAD, check_target, check_tensors
+from mini_engine.checkpoint import EMBEDDING, HEAD, check_target, check_tensors, part_of
 from mini_engine.config import ModelConfig
 from mini_engine.errors import ModelLoadError
 from mini_engine.hf_tokenizer import load_tokenizer, read_json
@@ -71,15 +71,21 @@ class SafetensorsCheckpoint:
             raise ModelLoadError(f"{self._directory}: there is no tensor {name}")
         return self._shapes[name]
 
-    def read(self, name: str, out: torch.Tensor) -> None:
-        check_target(name, self.shape(name), out)
-        out.copy_(self._load(name))
+    def read(self, name: str, out: torch.Tensor, rows: range | None = None, columns: range | None = None) -> None:
+        shape = self.shape(name)
+        if rows is None and columns is None:
+            check_target(name, shape, out)
+            out.copy_(self._load(name))
+            return
+        rows, columns = part_of(shape, rows, columns)
+        check_target(name, (len(rows), len(columns)), out)
+        out.copy_(self._load(name, (slice(rows.start, rows.stop), slice(columns.start, columns.stop))))
 
-    def _load(self, name: str) -> torch.Tensor:
+    def _load(self, name: str, part: tuple[slice, slice] | None = None) -> torch.Tensor:
         path = self._shards[name]
         try:
             with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
+                return file.get_tensor(name) if part is None else file.get_slice(name)[part]
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: {name} cannot be read: {error}") from None
 

@@ -106,5 +106,8 @@ def _free_gpu_bytes(config: EngineConfig, model: ModelConfig, device: torch.devi
     free, total = torch.cuda.mem_get_info(device)
     width = 4 * model.hidden_size + model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
     activations = config.max_num_batched_tokens * width * dtype.itemsize
+    if model.mla:  # a chunk in naive form projects its whole context, and masks it for each of its tokens
+        each = model.num_attention_heads * model.mla.naive_dim + config.max_num_batched_tokens
+        activations += resolve_max_model_len(config, model) * each * dtype.itemsize
     logits = 2 * config.max_num_seqs * model.vocab_size * 4
     return int(total * config.gpu_memory_utilization) - (total - free) - activations - logits

@@ -8,6 +8,7 @@ A sequence's kind depends on its own new tokens alone, so its result never depen
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from itertools import groupby
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from mini_engine.attention import AttentionState
 from mini_engine.batch import Batch
 from mini_engine.kernels.paged_attention import paged_attention
 from mini_engine.kernels.tiles import SHORT_QUERY
+from mini_engine.ops import Contexts
 
 
 class Run(NamedTuple):
@@ -57,10 +59,14 @@ class TritonAttention:
         return AttentionState(out, lse)
 
 
-def split_runs(query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> list[Run]:
-    """Neighbouring sequences of one kind, in order."""
+def split_runs(
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    kind: Callable[[int], Hashable] = lambda length: length <= SHORT_QUERY,
+) -> list[Run]:
+    """Neighbouring sequences of one kind, in order. kind: of a sequence, by its number of new tokens."""
     runs, first_seq, first_token = [], 0, 0
-    for _, group in groupby(query_lens, key=lambda length: length <= SHORT_QUERY):
+    for _, group in groupby(query_lens, key=kind):
         lens = list(group)
         seqs = slice(first_seq, first_seq + len(lens))
         tokens = slice(first_token, first_token + sum(lens))
@@ -68,3 +74,27 @@ def split_runs(query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> li
         runs.append(Run(seqs, tokens, max(lens), longest))
         first_seq, first_token = seqs.stop, tokens.stop
     return runs
+
+
+def rows_of(contexts: Contexts) -> Batch:
+    """Contexts that all new tokens of a sequence see whole, as a batch of rows of their own: each the last token of a
+    sequence as long as the context. Such a row sees nothing where the context is empty."""
+    counts = torch.tensor(contexts.query_lens)
+    lens = torch.tensor(contexts.lens).repeat_interleave(counts)
+    table = contexts.block_table
+    device, num_rows = table.device, len(lens)
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return Batch(
+        input_ids=nothing,
+        positions=nothing,
+        slot_mapping=nothing,
+        query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+        seq_lens=lens.int().to(device),
+        block_table=table.repeat_interleave(counts.to(device), dim=0),
+        logits_indices=nothing,
+        max_query_len=1,
+        max_seq_len=int(lens.max()),
+        num_decodes=num_rows,
+        query_lens=(1,) * num_rows,
+        context_lens=tuple((lens - 1).tolist()),
+    )

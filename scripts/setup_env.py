@@ -30,7 +30,7 @@ STAMP = VENV / ".complete"
 IDENTITY = VENV / ".made-for"
 LOCK = ROOT / ".setup.lock"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-EXTRAS = ("course", "dev")
+EXTRAS = ("course", "dev", "server")
 # Settings that would send pip or Python to another place than `.venv`.
 FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__")
 STEPS = 5

@@ -85,6 +85,40 @@ def tiny_qwen3_dir(directory: Path, name: str = "tiny-qwen3", **overrides: Any) 
     return _save(directory / name, Qwen3Config, Qwen3ForCausalLM, overrides)
 
 
+YARN_SCALING = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.9,
+    "mscale_all_dim": 0.6,
+}
+_MLA_SHAPE = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+
+
+def tiny_deepseek_v2_dir(directory: Path, name: str = "tiny-deepseek-v2", **overrides: Any) -> Path:
+    """The same with a tiny random DeepSeek-V2: latent attention, experts from layer 1 on. overrides: q_lora_rank=40,
+    rope_parameters=YARN_SCALING, topk_method="group_limited_greedy" with n_group and topk_group, and the like."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    shape = {**_MLA_SHAPE, "num_hidden_layers": 3, "num_key_value_heads": 4, **overrides}
+    return _save(directory / name, DeepseekV2Config, DeepseekV2ForCausalLM, shape)
+
+
 def _save(path: Path, config_class: Any, model_class: Any, overrides: dict[str, Any]) -> Path:
     seed, shard = overrides.pop("seed", 0), overrides.pop("max_shard_size", "1GB")
     dtype = overrides.pop("dtype", torch.float32)

@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun runs
 import torch
 import torch.distributed as dist
 
-from mini_engine.groups import Group, LocalGroup, TorchGroup, run_ranks
+from mini_engine.groups import Group, LocalGroup, run_ranks
+from mini_engine.torch_group import TorchGroup
 from tests.dcp_cases import MLA, TINY, Case, Step, run_rank
 
 CASES = [

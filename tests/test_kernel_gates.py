@@ -20,6 +20,8 @@ from mini_engine.kernels.cubin import Instruction, main_loop  # noqa: E402
 Row = dict[str, Any]
 ARCHES = ("sm_90", "sm_120")
 ATTENTION = [f"{model} {kind}" for model in ("Qwen3-8B", "SmolLM2-135M") for kind in ("decode", "verify", "chunk")]
+LATENT = ["DeepSeek-V2-Lite decode", "DeepSeek-V2-Lite verify", "DeepSeek-V2-Lite chunk"]
+LATENT += ["DeepSeek-V3 decode", "DeepSeek-V3 chunk"]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +39,10 @@ def attention(rows: list[Row], name: str, arch: str) -> Row:
 def test_every_kernel_is_there(rows):
     kernels = {"paged_attention", "merge", "reshape_and_cache", "copy_blocks", "rms_norm", "rope", "swiglu"}
     found = {(row["kernel"], row["arch"], row["shape"].split()[0]) for row in rows}
-    assert found == {(k, arch, model) for k in kernels for arch in ARCHES for model in ("Qwen3-8B", "SmolLM2-135M")}
+    assert found == {
+        *((k, arch, model) for k in kernels for arch in ARCHES for model in ("Qwen3-8B", "SmolLM2-135M")),
+        *(("paged_mla", arch, name.split()[0]) for arch in ARCHES for name in LATENT),
+    }
 
 
 @pytest.mark.slow
@@ -56,9 +61,31 @@ def test_attention_multiplies_both_products_on_tensor_cores(name, arch, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention_multiplies_both_products_on_tensor_cores(name, arch, rows):
+    """Scores 512 + 64 wide, results 512. With tiles of 16 keys, two tensor-core tiles, two of four warps repeat scores
+    of the others."""
+    row = attention(rows, name, arch)
+    assert row["main_loop"]
+    repeats = 1 if name == "DeepSeek-V2-Lite decode" else 2
+    assert row["mma_flop_ratio"] == pytest.approx((repeats * 576 + 512) / (576 + 512))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(
+    "name, block_m, tile", [(name, *((16, 32) if name == "DeepSeek-V2-Lite decode" else (32, 16))) for name in LATENT]
+)
+def test_a_tile_of_latents_arrives_while_another_is_multiplied(name, block_m, tile, arch, rows):
+    """Shared memory has room for q and two tiles of latents: with fewer stages it would be one."""
+    assert attention(rows, name, arch)["shared_bytes"] >= (block_m + 2 * tile) * 576 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("name", ATTENTION + LATENT)
 def test_attention_loads_ahead_in_wide_pieces(name, arch, rows):
-    """Every load of the main loop is a copy in the background: K and V 16 bytes a thread, the block table 4."""
+    """Every load of the main loop is a copy in the background: K and V (or latents) 16 bytes a thread, the table 4."""
     row = attention(rows, name, arch)
     assert row["async_copies"] == sum(row["load_widths"].values())
     assert set(row["load_widths"]) == {"4", "16"} and row["load_widths"]["4"] == 2
@@ -80,6 +107,16 @@ def test_attention_loads_ahead_in_wide_pieces(name, arch, rows):
         ("SmolLM2-135M decode", "sm_90", "HMMA", 4),
         ("SmolLM2-135M verify", "sm_90", "HMMA", 4),
         ("SmolLM2-135M chunk", "sm_90", "HGMMA", 2),
+        ("DeepSeek-V2-Lite decode", "sm_120", "HMMA", 1),  # 92 KiB of shared memory a block
+        ("DeepSeek-V2-Lite verify", "sm_120", "HMMA", 1),  # 74
+        ("DeepSeek-V2-Lite chunk", "sm_120", "HMMA", 1),
+        ("DeepSeek-V3 decode", "sm_120", "HMMA", 1),
+        ("DeepSeek-V3 chunk", "sm_120", "HMMA", 1),
+        ("DeepSeek-V2-Lite decode", "sm_90", "HMMA", 2),
+        ("DeepSeek-V2-Lite verify", "sm_90", "HMMA", 2),
+        ("DeepSeek-V2-Lite chunk", "sm_90", "HMMA", 2),
+        ("DeepSeek-V3 decode", "sm_90", "HMMA", 2),
+        ("DeepSeek-V3 chunk", "sm_90", "HMMA", 2),
     ],
 )
 def test_tensor_core_instruction_and_occupancy_as_designed(name, arch, mma, blocks, rows):
@@ -116,7 +153,23 @@ def test_attention_reads_k_and_v_once_per_kv_head(name, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, limit", [("Qwen3-8B decode", "memory"), ("Qwen3-8B chunk", "tensor")])
+@pytest.mark.parametrize(
+    "name, ratio",
+    [
+        ("DeepSeek-V2-Lite decode", 1.0),
+        ("DeepSeek-V3 decode", 4.0),  # 128 heads in tiles of 32
+        ("DeepSeek-V2-Lite verify", 4 - 2 * (6 + 4 + 2) / 317),  # 8 queries, 2 a tile; the first tiles see less
+    ],
+)
+def test_latents_are_read_once_a_tile_of_queries(name, ratio, rows):
+    assert attention(rows, name, "sm_120")["bytes_loaded_ratio"] == pytest.approx(ratio)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, limit",
+    [("Qwen3-8B decode", "memory"), ("Qwen3-8B chunk", "tensor"), ("DeepSeek-V2-Lite decode", "memory")],
+)
 def test_what_bounds_attention(name, limit, rows):
     """Decoding by reading K and V, a chunk by multiplying: issuing the instructions is not what takes the time."""
     row = attention(rows, name, "sm_120")
@@ -134,23 +187,29 @@ BAD_TILES = """
 import json
 from dataclasses import replace
 from mini_engine.kernels import specimens, gates
-tiles = specimens.tile_config(99, 4, 128, 2)
-specimen = next(s for s in specimens.specimens() if "Qwen3-8B chunk" in s.shape)
-import mini_engine.kernels.paged_attention as module
-module.tile_config = lambda *_: replace(tiles, {changes})
+from mini_engine.kernels import {module} as module
+specimen = next(s for s in specimens.specimens() if "{name}" in s.shape)
+choose = module.{choice}
+module.{choice} = lambda *shape: replace(choose(*shape), {changes})
 print(json.dumps(gates._row(specimen, gates.gpu("sm_120"))))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes, says",
-    [("num_warps=4", "spills"), ("block_m=32, tile=256", "shared memory")],
+    "name, changes, says",
+    [
+        ("Qwen3-8B chunk", "num_warps=4", "spills"),
+        ("Qwen3-8B chunk", "block_m=32, tile=256", "shared memory"),
+        ("DeepSeek-V3 decode", "tile=32, num_stages=3", "spills"),
+        ("DeepSeek-V2-Lite decode", "tile=64", "shared memory"),
+    ],
 )
-def test_bad_tiles_are_caught(changes, says):
+def test_bad_tiles_are_caught(name, changes, says):
     """The gate is seen to close: too few warps for the accumulators, too large a tile for the SM."""
+    module, choice = ("paged_mla", "mla_tile_config") if "DeepSeek" in name else ("paged_attention", "tile_config")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = BAD_TILES.format(changes=changes)
+    script = BAD_TILES.format(name=name, module=module, choice=choice, changes=changes)
     result = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
     assert says in " ".join(gates.problems(json.loads(result.stdout)))
 

@@ -10,8 +10,8 @@ import torch
 
 from mini_engine import LLM, SamplingParams
 from mini_engine.config import ModelConfig
-from mini_engine.model import inverse_frequencies, rotary_table
 from mini_engine.ops import rms_norm, rotate
+from mini_engine.rotary import inverse_frequencies, rotary_table
 from tests.builders import LLAMA3_SCALING, tiny_llama_dir, tiny_qwen3_dir, to_gguf
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -1,7 +1,7 @@
 """Operations of a forward pass. A multiply-add counts as two; norms, rotations and softmax are left out.
 
 matrix work   2 · (parameters of the layers' matrices), for every new token
-attention     4 · query heads · head_dim a layer, for every causal pair: scores, then weighted sum
+attention     2 · query heads · (width of a key + of a value) a layer, for every causal pair: scores, then weighted sum
 LM head       2 · vocabulary · hidden, for every row whose logits are wanted
 """
 
@@ -21,15 +21,20 @@ def causal_pairs(new: int, history: int = 0) -> int:
 
 
 def linear_flops_per_token(model: ModelConfig) -> int:
-    """Operations of one token in the projections and FFNs of all layers."""
-    attention = model.hidden_size * (2 * model.q_size + 2 * model.kv_size)
-    ffn = 3 * model.hidden_size * model.intermediate_size
-    return 2 * model.num_hidden_layers * (attention + ffn)
+    """Operations of one token in the projections and FFNs of all layers; of experts, in those it is sent to."""
+    norms = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    if model.mla:
+        norms += model.mla.kv_lora_rank + (model.mla.q_lora_rank or 0)
+    outside = model.embedding_params + model.hidden_size
+    return 2 * (model.num_params_read - outside - model.num_hidden_layers * norms)
 
 
 def flops_per_pair(model: ModelConfig) -> int:
-    """Operations of one causal pair in all layers: q·k and the share in the sum of values, for every query head."""
-    return 4 * model.num_hidden_layers * model.q_size
+    """Operations of one causal pair in all layers: q·k and the share in the sum of values, for every query head.
+
+    Of latent attention in its naive form, that of long chunks; absorbed, a pair takes some 3 times as many.
+    """
+    return 2 * model.num_hidden_layers * (model.q_size + model.o_size)
 
 
 def lm_head_flops(model: ModelConfig, rows: int = 1) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from numbers import Integral
 
+from mini_engine.config import ModelConfig
 from mini_engine.errors import EngineError
 
 
@@ -31,3 +32,9 @@ def positive(**values: float) -> None:
     for name, value in values.items():
         if not 0 < value < math.inf:
             raise AnalysisError(f"{name} must be a finite number above 0, got {value!r}")
+
+
+def dense(model: ModelConfig, question: str) -> None:
+    """Raise AnalysisError for latent attention and experts, which the arithmetic behind `question` leaves out."""
+    if model.mla or model.moe:
+        raise AnalysisError(f"{question} is worked out for dense models with GQA, not for {model.architecture}")

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 
 from mini_engine.analysis.formats import BF16, NumberFormat
-from mini_engine.analysis.inputs import AnalysisError, whole
+from mini_engine.analysis.inputs import AnalysisError, dense, whole
 from mini_engine.config import ModelConfig
 
 
 def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(in, out) of each matrix of a layer, under the names of Hugging Face's modules."""
+    """(in, out) of each matrix of a layer, under the names of Hugging Face's modules. Raises AnalysisError for MLA."""
+    dense(model, "the size of an adapter")
     hidden, ffn = model.hidden_size, model.intermediate_size
     return {
         "q_proj": (hidden, model.q_size),

@@ -33,17 +33,19 @@ def weight_read_bytes(model: ModelConfig, weights: NumberFormat | None = None) -
 
 
 def kv_bytes_per_token(model: ModelConfig, kv: NumberFormat | None = None) -> int:
-    """Bytes that one token leaves in the KV cache of all layers, k of book 8.1.2: 2 · layers · KV heads · head_dim.
+    """Bytes that one token leaves in the KV cache of all layers, k of book 8.1.2: 2 · layers · KV heads · head_dim; of
+    latent attention layers · (kv_lora_rank + rope).
 
     Raises AnalysisError where the format's groups do not divide a head: GGML refuses such a cache as well.
     """
     kv = kv or native_format(model)
-    if model.head_dim % kv.group:
+    if model.cached_key_dim % kv.group:
         raise AnalysisError(
-            f"{kv.name} stores groups of {kv.group} values, which do not divide a head of {model.head_dim}; "
+            f"{kv.name} stores groups of {kv.group} values, which do not divide a head of {model.cached_key_dim}; "
             f"use an ungrouped format"
         )
-    return 2 * model.num_hidden_layers * kv.bytes_for(model.kv_size)
+    values = model.cached_heads * model.cached_value_dim  # none of their own in latent attention
+    return model.num_hidden_layers * (kv.bytes_for(model.kv_size) + kv.bytes_for(values))
 
 
 def kv_bytes(model: ModelConfig, tokens: int, kv: NumberFormat | None = None) -> int:

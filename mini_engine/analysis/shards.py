@@ -8,7 +8,7 @@ Source: Shoeybi et al., "Megatron-LM" (2019); vLLM's `QKVParallelLinear` for the
 from __future__ import annotations
 
 from mini_engine.analysis.formats import NumberFormat
-from mini_engine.analysis.inputs import AnalysisError, whole
+from mini_engine.analysis.inputs import AnalysisError, dense, whole
 from mini_engine.analysis.memory import kv_bytes_per_token, native_format
 from mini_engine.config import ModelConfig
 
@@ -16,6 +16,7 @@ from mini_engine.config import ModelConfig
 def kv_heads_per_card(model: ModelConfig, cards: int) -> int:
     """KV heads of each card. Raises AnalysisError for a number of cards that does not divide the heads."""
     whole(1, cards=cards)
+    dense(model, "what a card holds")
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if heads % cards or max(kv_heads, cards) % min(kv_heads, cards) or model.intermediate_size % cards:
         raise AnalysisError(

@@ -2,6 +2,7 @@
 
     decode attention   share of peak bandwidth, from the SLOPE of time over bytes between two context lengths: what a
                        launch costs is in both points and falls out; one point would blame it on the bandwidth
+                       and the same of latent attention, for the heads of DeepSeek-V2-Lite
     decode step        of Qwen3-8B with random weights, one sequence of 2048 tokens, launched kernel by kernel and from
                        a CUDA graph, against the least time in which weights, keys and values can be read
     prefill            model FLOPs utilisation (MFU) of one chunk: 2 FLOPs a parameter and token, and the attention
@@ -17,17 +18,20 @@ from typing import Any
 
 import torch
 
+from mini_engine.analysis.dcp_shapes import AttentionShape
 from mini_engine.batch import Batch
 from mini_engine.bench.rows import row
 from mini_engine.checkpoint import expected_shapes
 from mini_engine.config import ModelConfig
 from mini_engine.graphs import DecodeGraphs, Run, Shape
 from mini_engine.kernels.gpus import GPU, GPUS, OTHER_CARDS
-from mini_engine.kernels.specimens import MODELS
+from mini_engine.kernels.specimens import LATENT_MODELS, MODELS
 from mini_engine.kv_cache import KVCache
+from mini_engine.layer_attention import PagedLayers
 from mini_engine.linear import Int4Groups
 from mini_engine.model import Decoder
 from mini_engine.triton_attention import TritonAttention
+from mini_engine.triton_mla import TritonMLAAttention
 from mini_engine.triton_ops import TritonOps
 
 Timer = Callable[[Callable[[], Any]], float]  # seconds of one call
@@ -43,6 +47,7 @@ def rows(device: torch.device, timer: Timer) -> Iterator[dict[str, Any]]:
     model = MODELS["Qwen3-8B"]
     for num_seqs in (1, 16, 64):
         yield decode_attention(model, num_seqs, CONTEXTS, device, timer, card)
+    yield latent_decode_attention(LATENT_MODELS["DeepSeek-V2-Lite"], 64, CONTEXTS, device, timer, card)
     yield from steps(model, CHUNK, device, timer, card)
 
 
@@ -56,7 +61,6 @@ def decode_attention(
 ) -> dict[str, Any]:
     """Time of one layer's decode attention at two context lengths, and the bandwidth of the difference."""
     heads, kv_heads, dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
-    num_bytes = [2 * num_seqs * context * kv_heads * dim * 2 for context in contexts]
     num_blocks = 1 + num_seqs * -(-max(contexts) // BLOCK_SIZE)
     caches = torch.randn(2, num_blocks, BLOCK_SIZE, kv_heads, dim, device=device, dtype=torch.bfloat16).unbind(0)
     q = torch.randn(num_seqs, heads, dim, device=device, dtype=torch.bfloat16)
@@ -65,12 +69,40 @@ def decode_attention(
         batch = uniform_batch(num_seqs, 1, context).to(device)
         attention = TritonAttention(batch, dim**-0.5, torch.bfloat16)
         seconds.append(timer(lambda run=attention: run(q, *caches)))  # type: ignore[misc]
-    rate = (num_bytes[1] - num_bytes[0]) / (seconds[1] - seconds[0])
+    name = f"decode attention, batch {num_seqs}"
+    return _bandwidth_row(name, "K and V", 2 * num_seqs * kv_heads * dim * 2, contexts, seconds, card)
+
+
+def latent_decode_attention(
+    shape: AttentionShape,
+    num_seqs: int,
+    contexts: tuple[int, int],
+    device: torch.device,
+    timer: Timer,
+    card: GPU | None,
+) -> dict[str, Any]:
+    """The same of one layer of an MLA model, whose latents are keys and values at once."""
+    num_blocks = 1 + num_seqs * -(-max(contexts) // BLOCK_SIZE)
+    cache = torch.randn(num_blocks, BLOCK_SIZE, 1, shape.key_dim, device=device, dtype=torch.bfloat16)
+    q = torch.randn(num_seqs, shape.heads, shape.key_dim, device=device, dtype=torch.bfloat16)
+    seconds = []
+    for context in contexts:
+        batch = uniform_batch(num_seqs, 1, context).to(device)
+        attention = TritonMLAAttention(batch, shape.key_dim**-0.5, torch.bfloat16)
+        seconds.append(timer(lambda run=attention: run(q, cache, cache[..., : shape.value_dim])))  # type: ignore[misc]
+    name = f"latent decode attention, {shape.heads} heads, batch {num_seqs}"
+    return _bandwidth_row(name, "latents", num_seqs * shape.key_dim * 2, contexts, seconds, card)
+
+
+def _bandwidth_row(
+    name: str, what: str, bytes_per_key: int, contexts: tuple[int, int], seconds: list[float], card: GPU | None
+) -> dict[str, Any]:
+    rate = bytes_per_key * (contexts[1] - contexts[0]) / (seconds[1] - seconds[0])
     return row(
-        f"decode attention, batch {num_seqs}",
+        name,
         rate / 1e12,
         "TB/s",
-        f"bytes of K and V over time, between contexts of {contexts[0]} and {contexts[1]}; one layer of the model",
+        f"bytes of {what} over time, between contexts of {contexts[0]} and {contexts[1]}; one layer of the model",
         bound=card.bandwidth / 1e12 if card else None,
         us=[second * 1e6 for second in seconds],
     )
@@ -91,7 +123,7 @@ def steps(
     ops = TritonOps()
 
     def forward(batch: Batch) -> torch.Tensor:
-        return decoder.forward(batch, kv, ops.attention(batch, BLOCK_SIZE, decoder.scale, dtype), ops)
+        return decoder.forward(batch, PagedLayers(batch, kv, ops, decoder.scale, dtype), ops)
 
     decode, prefill = uniform_batch(1, 1, context), uniform_batch(1, context, context)
     read = model.weight_read_bytes("bfloat16") + context * model.kv_bytes_per_token("bfloat16")
@@ -155,7 +187,7 @@ class RandomCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
 
-    def read(self, name: str, out: torch.Tensor) -> None:
+    def read(self, name: str, out: torch.Tensor, rows: range | None = None, columns: range | None = None) -> None:
         out.normal_(std=0.02)
 
     def holds_int4(self, name: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mini_engine.mla import MLADecoder
 from mini_engine.model import Decoder
 
 _SHARED_NAMES = (
@@ -23,11 +24,14 @@ _SHARED_NAMES = (
 )
 
 
-def transformers_twin(decoder: Decoder) -> Any:
-    """transformers' model over the very tensors of ours, without a second copy; None where it is not installed."""
+def transformers_twin(decoder: Decoder | MLADecoder) -> Any:
+    """transformers' model over the very tensors of ours, without a second copy; None where it is not installed, and for
+    DeepSeek, which it holds in another form: experts stacked, rotated rows in pairs."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
     except ImportError:
+        return None
+    if not isinstance(decoder, Decoder):
         return None
     config = decoder.config
     shape = {name: getattr(config, name) for name in _SHARED_NAMES}

@@ -4,11 +4,13 @@
         registers, spill_bytes          a thread
         shared_bytes, blocks_per_sm     a block; how many fit one SM by registers, shared memory and warps
         load_widths, async_copies, mma  of the main loop, or of the whole kernel where there is none
-        mma_flop_ratio                  tensor-core work in the main loop / that of both products of a tile; 1 is right
+        mma_flop_ratio                  tensor-core work in the main loop / that of both products of a tile; 1 is right,
+                                        more where warps that find no keys of their own repeat those of others
         least_bytes, *_bound_us         the least traffic; the time at full bandwidth, tensor-core rate, issue rate
         static_bound_us                 the largest of the three: a LOWER bound on the time, not a forecast
-        bytes_loaded_ratio              what decode and verification load of K and V / K and V once per KV head: counted
-                                        load by load in the interpreter, at short contexts; None for all others
+        bytes_loaded_ratio              what decode and verification load of K and V / K and V once per KV head (latents
+                                        once for all heads): counted load by load in the interpreter, at short
+                                        contexts; None for all others
 
 Compiling happens in a process of its own: Triton's interpreter, which the tests use, cannot share one with it.
 """
@@ -43,6 +45,7 @@ COLUMNS = {
     "memory_bound_us": "bytes us",
     "static_bound_us": "bound us",
 }
+COUNTED = ("paged_attention", "paged_mla")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +69,7 @@ def report(arches: Seq[str]) -> list[Row]:
     rows = _in_process("mini_engine.kernels.gates", names, interpret=False)
     counted = {item["shape"]: item for item in _in_process("mini_engine.kernels.traffic", [], interpret=True)}
     for row in rows:
-        traffic = counted.get(row["shape"].split(":")[0]) if row["kernel"] == "paged_attention" else None
+        traffic = counted.get(row["shape"].split(":")[0]) if row["kernel"] in COUNTED else None
         row["bytes_loaded_ratio"] = traffic and traffic["loaded"] / traffic["least"]
     return rows
 

@@ -1,7 +1,7 @@
 """Rotary position embedding, in place, in Hugging Face's half-split layout.
 
     x          [T, heads, D]     query and key heads of the QKV product: views with gaps are fine
-    cos_sin    [length, 2, D]    of `model.rotary_table`: the cosine, and the sine with its first half negated
+    cos_sin    [length, 2, D]    of `rotary.rotary_table`: the cosine, and the sine with its first half negated
     positions  [T] int64
 
     out = x * cos + (x's halves swapped) * sin

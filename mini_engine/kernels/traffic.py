@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import triton
 from mini_engine.errors import EngineError
 
 CONTEXTS = (300, 17)  # tokens: across a split and within a block
+BLOCK_SIZE = 16
 
 
 class LoadCounter:
@@ -56,36 +57,66 @@ def counting_loads(**tensors: torch.Tensor) -> Iterator[LoadCounter]:
         InterpreterBuilder.create_masked_load = original
 
 
+class Pool(NamedTuple):
+    """Sequences of CONTEXTS tokens, their last query_len new."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_blocks: int
+    tokens: int
+
+
+def make_pool(query_len: int) -> Pool:
+    blocks = [-(-context // BLOCK_SIZE) for context in CONTEXTS]
+    table = torch.zeros(len(CONTEXTS), max(blocks), dtype=torch.int32)
+    table[0, : blocks[0]] = torch.arange(1, 1 + blocks[0])
+    table[1, : blocks[1]] = torch.arange(1 + blocks[0], 1 + sum(blocks))
+    tokens = len(CONTEXTS) * query_len
+    starts = torch.arange(0, tokens + 1, query_len, dtype=torch.int32)
+    return Pool(starts, torch.tensor(CONTEXTS, dtype=torch.int32), table, 1 + sum(blocks), tokens)
+
+
 def attention_traffic(heads: int, kv_heads: int, dim: int, query_len: int) -> tuple[int, int]:
     """(bytes of K and V that paged attention loads, the least possible) for sequences of CONTEXTS tokens in bf16."""
     from mini_engine.kernels.paged_attention import paged_attention
 
-    block_size, int32 = 16, torch.int32
-    blocks = [-(-context // block_size) for context in CONTEXTS]
-    k, v = torch.zeros(2, 1 + sum(blocks), block_size, kv_heads, dim, dtype=torch.bfloat16).unbind(0)
-    table = torch.zeros(len(CONTEXTS), max(blocks), dtype=int32)
-    table[0, : blocks[0]] = torch.arange(1, 1 + blocks[0])
-    table[1, : blocks[1]] = torch.arange(1 + blocks[0], 1 + sum(blocks))
-    q = torch.zeros(len(CONTEXTS) * query_len, heads, dim, dtype=torch.bfloat16)
-    starts = torch.arange(0, len(q) + 1, query_len, dtype=int32)
+    pool = make_pool(query_len)
+    k, v = torch.zeros(2, pool.num_blocks, BLOCK_SIZE, kv_heads, dim, dtype=torch.bfloat16).unbind(0)
+    q = torch.zeros(pool.tokens, heads, dim, dtype=torch.bfloat16)
     with counting_loads(k=k, v=v) as counter:
-        paged_attention(
-            q, k, v, starts, torch.tensor(CONTEXTS, dtype=int32), table, dim**-0.5, query_len, max(CONTEXTS)
-        )
+        paged_attention(q, k, v, *pool[:3], dim**-0.5, query_len, max(CONTEXTS))
     return sum(counter.loaded.values()), 2 * sum(CONTEXTS) * kv_heads * dim * k.itemsize
+
+
+def latent_traffic(heads: int, dim: int, kv_lora_rank: int, query_len: int) -> tuple[int, int]:
+    """(bytes of latents that paged_mla loads, each latent once) for sequences of CONTEXTS tokens in bf16."""
+    from mini_engine.kernels.paged_mla import paged_mla
+
+    pool = make_pool(query_len)
+    cache = torch.zeros(pool.num_blocks, BLOCK_SIZE, 1, dim, dtype=torch.bfloat16)
+    q = torch.zeros(pool.tokens, heads, dim, dtype=torch.bfloat16)
+    with counting_loads(cache=cache) as counter:
+        paged_mla(q, cache, kv_lora_rank, *pool[:3], dim**-0.5, query_len, max(CONTEXTS))
+    return counter.loaded["cache"], sum(CONTEXTS) * dim * cache.itemsize
 
 
 def measure() -> list[dict[str, Any]]:
     """A row for decode and for verification, at the heads of each model of the gates."""
-    from mini_engine.kernels.specimens import MODELS
+    from mini_engine.kernels.specimens import LATENT_MODELS, MODELS
 
+    kinds = {"decode": 1, "verify": 8}
     rows = []
     for name, model in MODELS.items():
-        for kind, query_len in (("decode", 1), ("verify", 8)):
+        for kind, query_len in kinds.items():
             loaded, least = attention_traffic(
                 model.num_attention_heads, model.num_key_value_heads, model.head_dim, query_len
             )
             rows.append({"kernel": "paged_attention", "shape": f"{name} {kind}", "loaded": loaded, "least": least})
+    for name, kind in (("DeepSeek-V2-Lite", "decode"), ("DeepSeek-V2-Lite", "verify"), ("DeepSeek-V3", "decode")):
+        shape = LATENT_MODELS[name]
+        loaded, least = latent_traffic(shape.heads, shape.key_dim, shape.value_dim, kinds[kind])
+        rows.append({"kernel": "paged_mla", "shape": f"{name} {kind}", "loaded": loaded, "least": least})
     return rows
 
 

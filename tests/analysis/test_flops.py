@@ -15,7 +15,11 @@ from mini_engine.analysis import (
     linear_flops_per_token,
     lm_head_flops,
 )
+from mini_engine.analysis.inputs import AnalysisError
+from mini_engine.analysis.lora import matrix_shapes
+from mini_engine.analysis.shards import kv_heads_per_card
 from mini_engine.config import ModelConfig
+from mini_engine.mla_config import MLAShape, MoEShape
 from tests.analysis.strategies import layer_tensors, models, size
 
 
@@ -85,3 +89,23 @@ def test_torch_counts_the_same_in_transformers(architecture: str) -> None:
             masked = new * (history + new) - causal_pairs(new, history)
             ours = forward_flops(model, new, history) + masked * flops_per_pair(model)
             assert counter.get_total_flops() == ours
+
+
+def test_latent_attention_and_experts() -> None:
+    """DeepSeek-V2-Lite by hand: the matrices that a token meets, and both halves of a pair in the naive form."""
+    mla = MLAShape(None, 512, 128, 64, 128)
+    moe = MoEShape(64, 6, 1408, n_shared_experts=2, first_k_dense_replace=1)
+    model = ModelConfig("deepseek_v2", 27, 2048, 16, 1, 192, 10944, 102400, False, mla=mla, moe=moe)
+    attention = 2048 * 16 * 192 + 2048 * (512 + 64) + 512 * 16 * (128 + 128) + 16 * 128 * 2048
+    experts = 2048 * 64 + (6 + 2) * 3 * 2048 * 1408
+    by_hand = 2 * (27 * attention + 3 * 2048 * 10944 + 26 * experts)
+    assert linear_flops_per_token(model) == by_hand
+    assert flops_per_pair(model) == 2 * 27 * 16 * (192 + 128)
+
+
+def test_adapters_and_shards_of_other_than_dense_models_are_refused() -> None:
+    mla = MLAShape(None, 32, 16, 8, 16)
+    model = ModelConfig("deepseek_v2", 2, 64, 4, 1, 24, 96, 320, False, mla=mla)
+    for question in (lambda: matrix_shapes(model), lambda: kv_heads_per_card(model, 2)):
+        with pytest.raises(AnalysisError, match="dense models with GQA, not for deepseek_v2"):
+            question()

@@ -82,7 +82,31 @@ def message(*args: Any, **kwargs: Any) -> str:
 
 def test_the_message_names_input_value_mistake_and_hint() -> None:
     said = message("gib(8)", lambda: 8.59, 8.0, rel_tol=1e-3, mistakes={"GB instead of GiB": 8.59}, hint="2**30.")
-    assert said == "gib(8) should be 8, and came out as 8.59. This looks like: GB instead of GiB. 2**30."
+    assert said == "gib(8) should be 8, and came out as 8.59. This looks like: GB instead of GiB."
+    said = message("gib(8)", lambda: 7.5, 8.0, mistakes={"GB instead of GiB": 8.59}, hint="2**30.")
+    assert said == "gib(8) should be 8, and came out as 7.5. 2**30.", "the general hint, where no mistake is known"
+
+
+@pytest.mark.parametrize(
+    "came, want, is_it",
+    [
+        (14.16, 14.155776, True),
+        (14.15, 14.155776, True),
+        (0.46, 0.459686, True),
+        ((0.837, 0.834), (0.83739, 0.833708), True),
+        ((0.837, 0.5), (0.83739, 0.833708), False),
+        (307.892, 307.8984, False),
+        (0.5, 0.459686, False),
+        (14.0, 14.0000001, True),
+        (13.0, 14.2, False),
+        (7.0, 7.5, False),
+        (math.inf, 7.5, False),
+    ],
+)
+def test_a_rounded_value_is_told_so(came: Any, want: Any, is_it: bool) -> None:
+    said = message("f(1)", lambda: came, want)
+    assert ("This looks like: a rounded value; return it with all its digits." in said) == is_it
+    assert "rounded value" not in message("f(1)", lambda: came, want, mistakes={"GB instead of GiB": came})
 
 
 def test_numbers_are_shown_with_as_many_digits_as_a_reader_needs() -> None:
@@ -130,7 +154,7 @@ def test_a_single_value_is_told_once() -> None:
 @pytest.mark.parametrize("came, says", [(7, "too high"), (1.5, "too low"), ("7", "wrong"), (True, "wrong")])
 def test_a_wanted_number_can_be_kept_back(came: Any, says: str) -> None:
     said = message("f(1)", lambda: came, 6, mistakes={"doubled": 7}, hint="Think.", reveal=False)
-    assert says in said and "6" not in said and ("doubled" in said) == (came == 7) and said.endswith("Think.")
+    assert says in said and "6" not in said and ("doubled" in said) == (came == 7) == ("Think." not in said)
 
 
 def test_a_name_missing_inside_a_function_is_not_an_answer_cell_not_run() -> None:
@@ -146,7 +170,7 @@ def test_a_name_missing_inside_a_function_is_not_an_answer_cell_not_run() -> Non
 
 def test_an_unsolved_earlier_part_is_told_in_one_line() -> None:
     said = message("f(1)", lambda: 3, 1, earlier={"a": lambda: expect("g(1)", _unsolved, 2)})
-    assert said == "Not solved yet: this builds on part a, which is not solved yet."
+    assert said == "Not solved yet: this part uses part a, which is not solved yet. Solve part a first."
 
 
 def test_uses_sees_what_a_function_calls() -> None:
@@ -163,6 +187,8 @@ def test_an_unsolved_part_is_named_even_where_another_calls_it() -> None:
 
     said = message("f(1)", lambda: stub() + 1, 1)
     assert said.startswith("Not solved yet: f(1) still raises NotImplementedError (part b: write your answer")
+    said = message("f(1)", lambda: stub() + 1, 1, earlier={"b": lambda: None})
+    assert said == "Not solved yet: this part uses part b, which is not solved yet. Solve part b first."
 
 
 @dataclass(frozen=True)

@@ -314,5 +314,8 @@ def test_an_answer_that_does_not_even_run_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ex_8_1.ipynb"
     path.write_text(nbformat.writes(released), "utf-8")
     [checked] = check([path], Limits(), progress=False)
-    assert "The answer cell itself fails with SyntaxError: invalid syntax" in checked.parts[0].message
-    assert "answer cell itself" not in checked.parts[1].message
+    assert checked.parts[0].message == (
+        "The answer cell of part a itself fails with SyntaxError: invalid syntax (line 1 of the cell). "
+        "Mend the cell, then run it again."
+    )
+    assert "itself fails" not in checked.parts[1].message

@@ -137,6 +137,9 @@ def source(name: str, text: str) -> Callable[[dict[str, NotebookNode]], None]:
         (source("probe-a", "probe(a=1)"), "begins with ### BEGIN HIDDEN TESTS"),
         (source("check-a", "# NBVAL_SKIP\nexpect"), "nbval's markers"),
         (source("check-a", "if:"), "not plain Python"),
+        (source("check-a", "for common in (1, 2):\n    total = common"), "the whole notebook common, total, where a"),
+        (source("check-a", "from math import ceil\n\ndef wanted(): ..."), "the whole notebook ceil, wanted, where a"),
+        (source("probe-a", "### BEGIN HIDDEN TESTS\nfew = 3\n### END HIDDEN TESTS"), "the whole notebook few, where a"),
         (lambda found: found["probe-b"].metadata["textbook"].update(part="a"), "a check with points needs a probe"),
         (lambda found: found["probe-b"].metadata["textbook"].update(part="z"), "part 'z', which has no check"),
         (lambda found: found["check-a"].metadata["textbook"].update(kind="cheque"), "kind 'cheque' is none of"),
@@ -148,6 +151,13 @@ def test_a_solution_that_cannot_work_is_refused(tmp_path: Path, change: Any, pro
     with pytest.raises(ExerciseError, match="ex_0_1.ipynb") as caught:
         Exercise.load(sample.write_solution(tmp_path, book))
     assert problem in str(caught.value)
+
+
+def test_what_a_check_keeps_to_itself_is_no_problem(tmp_path: Path) -> None:
+    book = sample.solution()
+    own = "def _check_a():\n    total = [ceil for ceil in (1, 2)]\n    from math import floor\n\n\n_few = 3\n_check_a()"
+    by_id(book)["check-a"].source = f"from coursekit.checks import expect, expect_raises\n\n\n{own}"
+    assert Exercise.load(sample.write_solution(tmp_path, book)).max_points > 0
 
 
 def test_a_cell_id_twice_is_refused(tmp_path: Path) -> None:

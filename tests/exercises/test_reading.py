@@ -30,6 +30,14 @@ NAMES = [
 ]
 
 
+@pytest.mark.parametrize("name", ["ex_8_4_prefix_value", "ex_10_1_cut_the_context"])
+def test_a_part_is_called_in_the_check_as_in_the_notebook(name: str) -> None:
+    exercise = Exercise.load(ROOT / "solutions" / f"{name}.ipynb")
+    text = "\n".join(cell.source for cell in exercise.notebook.cells if cell.cell_type == "markdown")
+    found = re.findall(r"^## Part (\w) · (.+?)(?: \(\d+ points, read by your instructor\))?$", text, flags=re.M)
+    assert found == [(item.part, item.title) for item in exercise.items]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_check_names_a_section_that_exists(name: str) -> None:
     checks = [item for item in Exercise.load(ROOT / "solutions" / f"{name}.ipynb").items if item.kind == "check"]

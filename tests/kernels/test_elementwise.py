@@ -9,7 +9,7 @@ from mini_engine.config import ModelConfig
 from mini_engine.kernels.rms_norm import rms_norm, rms_norm_reference
 from mini_engine.kernels.rope import rope, rope_reference
 from mini_engine.kernels.swiglu import swiglu, swiglu_reference
-from mini_engine.model import rotary_table
+from mini_engine.rotary import rotary_table
 
 # Two roundings of the dtype; the interpreter truncates to bf16, which is one more.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2.4e-2}

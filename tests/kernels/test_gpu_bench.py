@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mini_engine.analysis.dcp_shapes import AttentionShape
 from mini_engine.bench import gpu
 from mini_engine.cli import main
 from mini_engine.config import ModelConfig
@@ -25,6 +26,20 @@ def test_share_of_peak_is_a_slope(device):
     key_bytes = 2 * 2 * 16 * 2  # K and V, 2 KV heads of 16 in bf16
     assert row["value"] == pytest.approx(key_bytes / 1e-9 / 1e12)
     assert row["share_of_bound"] == pytest.approx(128e9 / 1.792e12)
+
+
+def test_share_of_peak_of_latents_is_a_slope(device):
+    """Latents count once, though they are keys and values; a clock of 10 us a launch and 1 ns a key."""
+    shape = AttentionShape("tiny", 1, 32, heads=4, kv_heads=1, key_dim=48, value_dim=32, cached_values=48)
+    times = iter([10e-6 + 32e-9 * 2, 10e-6 + 96e-9 * 2])
+
+    def timer(call):
+        assert call().out.shape == (2, 4, 32)
+        return next(times)
+
+    row = gpu.latent_decode_attention(shape, 2, (32, 96), device, timer, GPUS["sm_120"])
+    assert row["value"] == pytest.approx(48 * 2 / 1e-9 / 1e12)
+    assert row["share_of_bound"] == pytest.approx(96e9 / 1.792e12)
 
 
 def test_steps_run_eagerly_and_replayed(device):

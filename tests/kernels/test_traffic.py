@@ -10,7 +10,7 @@ from mini_engine.kernels.rms_norm import rms_norm
 from mini_engine.kernels.rope import rope
 from mini_engine.kernels.swiglu import swiglu
 from mini_engine.kernels.tiles import SHORT_QUERY, TileConfig
-from mini_engine.kernels.traffic import attention_traffic, counting_loads
+from mini_engine.kernels.traffic import attention_traffic, counting_loads, latent_traffic
 from tests.kernels.paged import make_paged
 from tests.kernels.test_paged_attention import attention
 
@@ -43,6 +43,16 @@ def test_a_chunk_skips_what_its_queries_cannot_see():
 def test_all_drafts_of_a_short_query_fit_one_tile_at_a_group_of_4():
     loaded, least = attention_traffic(4, 1, 64, SHORT_QUERY)
     assert loaded == least
+
+
+@pytest.mark.parametrize(
+    "heads, query_len, tiles",
+    [(1, 1, 1), (8, 2, 1), (16, 1, 1), (16, 2, 1), (128, 1, 4), (40, 1, 2)],
+)
+def test_latents_are_read_once_for_all_heads_of_a_tile(heads, query_len, tiles):
+    """As keys and as values by the same load; again only for the next 32 heads."""
+    loaded, least = latent_traffic(heads, 48, 32, query_len)
+    assert loaded == tiles * least
 
 
 def test_merge_leaves_empty_parts_unread():

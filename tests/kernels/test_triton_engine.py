@@ -16,7 +16,7 @@ from mini_engine.engine import Prompt
 from mini_engine.errors import ConfigError
 from mini_engine.ops import TorchOps, make_ops
 from mini_engine.triton_ops import TritonOps
-from tests.builders import tiny_llama_dir, tiny_qwen3_dir
+from tests.builders import tiny_deepseek_v2_dir, tiny_llama_dir, tiny_qwen3_dir
 
 BLOCK = 4
 SHARED = list(range(20, 31))  # the second prompt finds two blocks of it in the prefix cache
@@ -70,7 +70,7 @@ def run(model: Path, backend: Any, device: torch.device) -> tuple[list[list[int]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [tiny_llama_dir, tiny_qwen3_dir])
+@pytest.mark.parametrize("build", [tiny_llama_dir, tiny_qwen3_dir, tiny_deepseek_v2_dir])
 def test_same_tokens_as_torch(build, tmp_path, device):
     model = build(tmp_path, num_attention_heads=6, num_key_value_heads=2)
     want, _ = run(model, "torch", device)
