@@ -18,7 +18,11 @@ def plain(value: Any) -> Any:
         items = [plain(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(item) for item in value), key=repr)  # any order will do, if it is always the same
+        items = [plain(item) for item in value]
+        try:
+            return sorted(items)
+        except TypeError:  # of several kinds: any order will do, if it is always the same
+            return sorted(items, key=repr)
     if callable(getattr(value, "tolist", None)):
         return plain(value.tolist())
     if hasattr(value, "__float__"):  # Fraction, Decimal

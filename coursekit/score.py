@@ -16,7 +16,7 @@ from coursekit.runner import CellRun, NotebookRun
 
 _SAYINGS = {
     "timeout": "this cell took longer than the time limit for one cell{after} (an endless loop?)",
-    "stuck": "this cell took longer than the time limit for one cell{after} and could not be interrupted",
+    "stuck": "this cell took longer than the time limit for one cell{after}, and could not be interrupted",
     "overtime": "the notebook as a whole took longer than its time limit",
     "died": "the kernel died while this cell ran (out of memory, or ended by the code itself)",
     "flood": "this cell printed far too much",

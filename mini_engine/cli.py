@@ -20,8 +20,8 @@ INTERRUPTED = 130
 
 def main(argv: Seq[str] | None = None) -> int:
     """Run one command. Deliberate refusals are one line on stderr, without a traceback."""
-    args = build_parser().parse_args(argv)
     try:
+        args = build_parser().parse_args(argv)
         return args.run(args)
     except EngineError as error:
         print(f"mini-engine: {error}", file=sys.stderr)
@@ -153,6 +153,7 @@ def _add_info(commands: argparse._SubParsersAction) -> None:
         epilog="example: mini-engine info --input-len 2048 --output-len 256 --kv-cache-memory-bytes 2000000000",
     )
     _add_model(parser)
+    add_engine_options(parser, *PARALLEL)
     parser.add_argument("--input-len", type=int, default=2048, metavar="TOKENS", help="default: %(default)s")
     parser.add_argument("--output-len", type=int, default=256, metavar="TOKENS", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON")

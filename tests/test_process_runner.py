@@ -19,15 +19,14 @@ import pytest
 import torch
 
 from mini_engine import LLM, EngineConfig
-from mini_engine.batch import Batch, build_batch
+from mini_engine.batch import build_batch
 from mini_engine.errors import ConfigError, PoolTooSmall
 from mini_engine.executor import check_num_gpus
 from mini_engine.groups import GroupError
-from mini_engine.rank_messages import Answer, Step, pack, portable, unpack
+from mini_engine.rank_messages import Answer, Step, pack, unpack
 from mini_engine.rank_processes import RankProcesses, RanksFailed
 from mini_engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from mini_engine.sequence import Sequence
-from mini_engine.shared_logits import SharedLogits, anonymous_memory
 from tests.builders import tiny_llama_dir, tiny_qwen3_dir
 from tests.rank_cases import TIGHT, params, tokens
 
@@ -339,54 +338,6 @@ class TestLoading:
         check_num_gpus(torch.device("cpu"), 9)
         with pytest.raises(ConfigError, match="3 ranks need as many GPUs, PyTorch sees 2"):
             check_num_gpus(torch.device("cuda"), 3)
-
-
-class TestMessages:
-    def test_a_step_travels_without_its_sequences(self):
-        seq = Sequence("a", [4, 5, 6, 7, 8])
-        seq.block_table = [2, 3]
-        output = SchedulerOutput(
-            (ScheduledSequence(seq, 0, 5),),
-            ((seq, 0),),
-            (seq,),
-            ((1, 2),),
-            swap_out=((4, 0),),
-            swap_in=((0, 5),),
-            step=9,
-        )
-        batch = build_batch(output, 4)
-        data = pack(Step.of(output, batch))
-        step: Step = unpack(data)
-        assert step.output == SchedulerOutput((), (), (), ((1, 2),), ((4, 0),), ((0, 5),), 9)
-        there: Batch = step.unpacked()
-        for name, value in vars(batch).items():
-            other = getattr(there, name)
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(other, value) and other.dtype == value.dtype, name
-            else:
-                assert other == value, name
-
-    def test_an_error_that_cannot_travel_comes_as_its_text(self):
-        class Local(Exception):
-            """Nobody on the other side knows it."""
-
-        class Two(Exception):
-            def __init__(self, a: int, b: int):
-                super().__init__(f"{a} and {b}")
-
-        error = portable(Local("lost"))
-        assert type(error) is RuntimeError and str(error) == "Local: lost"
-        assert str(portable(Two(1, 2))) == "Two: 1 and 2"
-        assert isinstance(unpack(pack(Answer(error=portable(PoolTooSmall("small"))))).error, PoolTooSmall)
-
-    def test_shared_logits(self):
-        fd = anonymous_memory(SharedLogits.num_bytes(4, 7))
-        writer, reader = SharedLogits(fd, 4, 7), SharedLogits(fd, 4, 7)
-        os.close(fd)
-        first, second = torch.randn(3, 7), torch.randn(4, 7)
-        read = reader.read(writer.write(first))
-        assert writer.write(second) == 4
-        assert torch.equal(read, first) and torch.equal(reader.read(4), second)
 
 
 def test_each_rank_gets_its_share_of_the_threads(models, monkeypatch):

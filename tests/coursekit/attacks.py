@@ -28,7 +28,7 @@ class Attack:
 ATTACKS = {
     # things that go wrong by accident as well
     "good": Attack(RIGHT_A, RIGHT_B, "passed", "passed"),
-    "syntax": Attack("def kv_gib(:", RIGHT_B, "failed", "passed", "not defined"),
+    "syntax": Attack("def kv_gib(:", RIGHT_B, "failed", "passed", "SyntaxError"),
     "loop": Attack("def kv_gib(t, b):\n    while True: pass", RIGHT_B, "timeout", "passed", "endless loop"),
     "loop at once": Attack("while True: pass", RIGHT_B, "failed", "passed"),
     "stubborn loop": Attack(
@@ -46,8 +46,8 @@ ATTACKS = {
     "exit": Attack("import sys\ndef kv_gib(t, b):\n    sys.exit(0)", RIGHT_B, "error", "passed", "SystemExit"),
     "flood": Attack("while True: print('x' * 10_000)", RIGHT_B, "died", "died"),
     "one huge line": Attack("print('x' * 300_000_000)", RIGHT_B, "died", "died"),
-    "memory": Attack("x = bytearray(64 << 30)\n" + RIGHT_A, RIGHT_B, "failed", "passed", "not defined"),
-    "disk": Attack("open('big', 'wb').write(bytes(100 << 20))\n" + RIGHT_A, RIGHT_B, "failed", "passed", "not defined"),
+    "memory": Attack("x = bytearray(64 << 30)\n" + RIGHT_A, RIGHT_B, "failed", "passed", "MemoryError"),
+    "disk": Attack("open('big', 'wb').write(bytes(100 << 20))\n" + RIGHT_A, RIGHT_B, "failed", "passed", "OSError"),
     "overwritten names": Attack(
         RIGHT_A + "\nprint = json = len = sum = expect = probe = None", RIGHT_B, "passed", "passed"
     ),

@@ -63,6 +63,7 @@ def test_plain_takes_numpy_sets_and_fractions() -> None:
     assert plain(np.arange(3)) == [0, 1, 2]
     assert plain(np.float64(0.5)) == 0.5 and type(plain(np.float64(0.5))) is float
     assert plain((1, {2, 1})) == (1, [1, 2])
+    assert plain({16, 2, 1}) == [1, 2, 16] and plain({"b", 1, "a"}) == ["a", "b", 1]
     assert plain(Fraction(1, 4)) == 0.25
     assert plain(np.bool_(True)) is True
 

@@ -301,7 +301,8 @@ def test_refuses(changes, says):
 
 def test_values_elsewhere_are_refused():
     case = make_latent((1,), (5,), torch.device("cpu"))
-    for values in (case.k_cache[..., :RANK].clone(), case.k_cache[..., ROPE:]):
+    packed = case.k_cache.flatten()[: 16 * RANK].view(1, 16, 1, RANK)  # starts alike, other strides
+    for values in (case.k_cache[..., :RANK].clone(), case.k_cache[..., ROPE:], packed):
         with pytest.raises(KernelInputError, match=r"v_cache must be k_cache\[..., :32\]"):
             TritonMLAAttention(case.batch, case.scale)(case.q, case.k_cache, values)
 
