@@ -182,11 +182,14 @@ def _drop(engine: LLMEngine) -> None:
 
 
 def most_running(llm: LLM, prompts: Sequence[Sequence[int]], output: int) -> int:
-    """Most requests that had KV at a time, of all that were asked for at once."""
+    """How many requests have KV at a time, of all that were asked for at once. Looks until the first of them ends: by
+    then everyone has been admitted who fits, if a step may compute as many prompts."""
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     for i, ids in enumerate(prompts):
         llm.engine.add_request(f"r{i}", {"prompt_token_ids": list(ids)}, params)
-    return _watch(llm.engine.scheduler, llm.engine.step)
+    most = _watch(llm.engine.scheduler, llm.engine.step)
+    _drop(llm.engine)
+    return most
 
 
 def most_running_without_model(config: SchedulerConfig, requests: int, prompt: int, output: int) -> int:
@@ -204,8 +207,11 @@ def most_running_without_model(config: SchedulerConfig, requests: int, prompt: i
 
 
 def _watch(scheduler: Scheduler, step: Callable[[], Any]) -> int:
+    """Step until fewer are running than before."""
     most = 0
     while scheduler.has_unfinished():
         step()
-        most = max(most, len(scheduler.running))
+        if len(scheduler.running) < most:
+            break
+        most = len(scheduler.running)
     return most

@@ -137,23 +137,21 @@ class ContextParallelLayers:
         return num_new > 1 and context_bytes < query_bytes
 
     def _among_themselves(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
-        """Causal attention of each sequence's new tokens, own heads."""
+        """Causal attention of each sequence's new tokens, own heads. A lone one sees itself: its value, its score."""
         group = q.shape[1] // k.shape[1]
-        outs, lses = [], []
+        k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+        state = AttentionState(v, (q.float() * k).sum(-1) * self.scale)
         for new in self._sequences:
-            per_head = q[new.tokens].transpose(0, 1)
-            keys, values = (x[new.tokens].transpose(0, 1).repeat_interleave(group, dim=0) for x in (k, v))
-            num_new = per_head.shape[1]
-            causal = torch.ones(num_new, num_new, dtype=torch.bool, device=q.device).tril()
-            state = attend(per_head, keys, values, self.scale, causal)
-            outs.append(state.out.transpose(0, 1))
-            lses.append(state.lse.transpose(0, 1))
-        return AttentionState(torch.cat(outs), torch.cat(lses))
+            num_new = new.tokens.stop - new.tokens.start
+            if num_new > 1:
+                causal = torch.ones(num_new, num_new, dtype=torch.bool, device=q.device).tril()
+                queries, keys, values = (x[new.tokens].transpose(0, 1) for x in (q, k, v))
+                _put(state, new.tokens, _tokens_first(attend(queries, keys, values, self.scale, causal)))
+        return state
 
     def _with_whole_context(self, layer: int, q: torch.Tensor, new: NewTokens) -> AttentionState:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[0], dim=0) for x in self.context(layer, new.row))
-        state = attend(q.transpose(0, 1), k, v, self.scale)
-        return AttentionState(state.out.transpose(0, 1), state.lse.transpose(0, 1))
+        return _tokens_first(attend(q.transpose(0, 1), k, v, self.scale))
 
 
 def _sequences(batch: Batch) -> list[NewTokens]:
@@ -162,6 +160,10 @@ def _sequences(batch: Batch) -> list[NewTokens]:
         found.append(NewTokens(row, slice(first, first + num_new), context))
         first += num_new
     return found
+
+
+def _tokens_first(state: AttentionState) -> AttentionState:
+    return AttentionState(state.out.transpose(0, 1), state.lse.transpose(0, 1))
 
 
 def _put(state: AttentionState, rows: slice | torch.Tensor, part: AttentionState) -> None:
