@@ -33,6 +33,11 @@ class MeasuredLink(NamedTuple):
     small_s: float
     bandwidth: float
 
+    @classmethod
+    def of(cls, ranks: int, small_s: float, large_s: float) -> MeasuredLink:
+        """From the seconds of both. In an all-gather a rank receives what each of the others has."""
+        return cls(ranks, small_s, (ranks - 1) * LARGE / large_s)
+
 
 def measure_link(ranks: int, device_type: str = "cpu") -> MeasuredLink:
     """Start `ranks` processes and time their collectives. Raises RuntimeError with their last words if they fail."""
@@ -67,7 +72,7 @@ def main() -> None:
     group = TorchGroup.from_environment(backend_of(device_type))
     small_s, large_s = (time_all_gather(group, num_bytes, device_type) for num_bytes in (SMALL, LARGE))
     if group.rank == 0:
-        print(json.dumps(MeasuredLink(group.size, small_s, (group.size - 1) * LARGE / large_s)._asdict()))
+        print(json.dumps(MeasuredLink.of(group.size, small_s, large_s)._asdict()))
     torch.distributed.destroy_process_group()
 
 

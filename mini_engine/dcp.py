@@ -126,14 +126,16 @@ def context_attention(
     this step and before it, the whole sequence's.
     """
     shard.check_block_size(k_cache.shape[1])
-    rows = q.shape[1] // k_cache.shape[2]
     outs, lses, first = [], [], 0
     for table, num_new, context in zip(block_table, query_lens, context_lens, strict=True):
         length = shard.local_length(context)
-        k, v = (_read(cache, table, length).repeat_interleave(rows, dim=0) for cache in (k_cache, v_cache))
-        state = attend(q[first : first + num_new].transpose(0, 1), k, v, scale)
-        outs.append(state.out.transpose(0, 1))
-        lses.append(state.lse.transpose(0, 1))
+        k, v = (_read(cache, table, length) for cache in (k_cache, v_cache))
+        # All query heads of a KV head are rows of one product, so that K and V are never repeated.
+        by_kv_head = q[first : first + num_new].unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)
+        state = attend(by_kv_head.flatten(1, 2), k, v, scale)
+        heads, rows = q.shape[1], (len(k), -1, num_new)
+        outs.append(state.out.unflatten(1, rows[1:]).permute(2, 0, 1, 3).reshape(num_new, heads, -1))
+        lses.append(state.lse.view(rows).permute(2, 0, 1).reshape(num_new, heads))
         first += num_new
     return AttentionState(torch.cat(outs), torch.cat(lses))
 

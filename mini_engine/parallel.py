@@ -65,9 +65,9 @@ class ModelShard:
         if not self.heads:
             object.__setattr__(self, "heads", self.model.num_attention_heads)
         _check_padding(self.model, self.heads)
+        _check_tensor_parallel_size(self.model, self.heads, self.size)
         if self.context.size > 1:
             check_context_parallel_size(self.size, self.context.size, self.heads, self.model.num_key_value_heads)
-        _check_tensor_parallel_size(self.model, self.heads, self.size)
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, rank: int = 0) -> ModelShard:

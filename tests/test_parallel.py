@@ -160,6 +160,7 @@ SMOLLM2 = ModelConfig("llama", 30, 576, 9, 3, 64, 1536, 49152, True)
     [
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size 2 must divide the 9 query heads. What works: 1, 3, 9"),
         ({"tensor_parallel_size": 6}, r"6 must divide the 9 query heads.* or num_padded_query_heads 12$"),
+        ({"tensor_parallel_size": 6, "decode_context_parallel_size": 2}, r"6 must divide .*num_padded_query_heads 12$"),
         ({"tensor_parallel_size": 4, "num_padded_query_heads": 12}, r"4 and the 3 KV heads must divide one another"),
         ({"num_padded_query_heads": 10}, r"10 must be a multiple of the 3 KV heads and at least the model's 9"),
         ({"num_padded_query_heads": 6}, r"6 must be a multiple of the 3 KV heads and at least the model's 9"),

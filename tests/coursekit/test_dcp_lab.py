@@ -130,8 +130,9 @@ def test_only_steps_of_all_are_timed(models: dict[int, str]) -> None:
     timed = time_decode(llm, prompts, output=8)
     assert [len(tokens) for tokens in timed.tokens] == [8, 8, 8]
     assert timed.step_s > 0 and timed.tokens_per_s == pytest.approx(3 / timed.step_s)
-    with pytest.raises(ValueError, match="too few for 3 requests"):
-        time_decode(llm, prompts, output=1)
+    for output in (1, 2):  # with 2 the last one decodes, when the others have ended
+        with pytest.raises(ValueError, match="too few for 3 requests"):
+            time_decode(llm, prompts, output)
 
 
 @pytest.mark.parametrize("tp, dcp, most", [(1, 1, 3), (4, 1, 3), (4, 2, 6), (4, 4, 12)])
@@ -161,7 +162,10 @@ def test_all_fit_in_a_large_pool() -> None:
 def test_a_link_is_measured_between_processes() -> None:
     link = measure_link(2)
     assert link.ranks == 2 and 0 < link.small_s < LARGE / link.bandwidth
-    assert MeasuredLink(**json.loads(json.dumps(link._asdict()))) == link
+
+
+def test_a_rank_receives_what_the_others_have() -> None:
+    assert MeasuredLink.of(4, 0.001, 0.5) == (4, 0.001, 3 * LARGE / 0.5)
 
 
 def test_a_link_that_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +245,17 @@ def test_the_notebook_is_light_and_of_no_machine() -> None:
 
 
 def test_the_texts_of_the_notebook_hold() -> None:
-    """The answers at its end, by the rules: blocks of 55, and who holds what with an interleave of 16."""
+    """The answers at its end, by the rules: blocks of 55, and who holds what with an interleave of 16. And what it says
+    of its stored steps."""
     from mini_engine.context_shard import ContextShard
 
     assert [55 // math.ceil(511 / (16 * dcp)) for dcp in (1, 2, 4, 8)] == [1, 3, 6, 13]
     assert [55 // math.ceil(255 / (16 * dcp)) for dcp in (1, 8)] == [3, 27]
     assert [ContextShard(rank, 4, 16).local_length(24) for rank in range(4)] == [16, 8, 0, 0]
     assert [ContextShard(rank, 4).local_length(24) for rank in range(4)] == [6] * 4
+    cells = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]}
+    lines = "".join(cells["steps-table"]["outputs"][0]["text"]).splitlines()[2:]
+    more = {line[: -len(figures := line[26:])].strip(): float(figures.split()[3]) for line in lines}
+    cheapest, dearest = more["dcp 4, a2a, q replicated"], more["dcp 4, ag_rs"]
+    assert cheapest == min(value for name, value in more.items() if name.startswith("dcp 4"))
+    assert dearest > 2 * cheapest > 0
