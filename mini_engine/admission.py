@@ -20,7 +20,9 @@ def refuse_unservable(seq: Sequence, config: SchedulerConfig, blocks: BlockManag
             + (f"ask for at most {fits} output tokens" if fits > 0 else "shorten the prompt")
         )
     if 1 + seq.num_forks > config.max_num_seqs:
-        raise RequestError(f"n={1 + seq.num_forks} outputs exceed max_num_seqs {config.max_num_seqs}")
+        raise RequestError(
+            f"n={1 + seq.num_forks} outputs exceed max_num_seqs {config.max_num_seqs}: lower n, or raise max_num_seqs"
+        )
     needed, usable, size = blocks_to_finish(seq, config, blocks), blocks.num_usable_blocks, config.block_size
     if needed > usable:
         raise PoolTooSmall(

@@ -76,7 +76,8 @@ class EngineConfig:
     """How to set up an engine. Names and meanings are vLLM's wherever vLLM has them.
 
     model: "smollm2-135m", a directory, a GGUF file, or a Hugging Face repository id.
-    dtype: "auto" is float32 on a CPU and the model's own dtype on a GPU.
+    dtype: "auto" is float32 on a CPU and the model's own dtype on a GPU. On a CPU it also lets a single rank multiply
+        by a GGUF file's 4-bit weights as they are; "float32" does not, and is what several ranks compute either way.
     max_model_len: longest prompt plus output in tokens; None takes the model's own limit.
     kv_cache_memory_bytes: size of the KV pool; None is 1 GiB on a CPU, and on a GPU what `gpu_memory_utilization`
         leaves beside the weights.
@@ -177,6 +178,8 @@ class EngineConfig:
         )
         _one_of(self, "dcp_comm_backend", "ag_rs", "a2a")
         _one_of(self, "distributed_executor_backend", "auto", "local", "mp", "external_launcher")
+        if not isinstance(self.dcp_q_replicate, bool):
+            raise ConfigError(f"dcp_q_replicate must be True or False, got {self.dcp_q_replicate!r}")
         if self.num_padded_query_heads is not None:
             _at_least(self, 1, "num_padded_query_heads")
         if tp % dcp:

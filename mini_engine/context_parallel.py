@@ -139,7 +139,7 @@ class ContextParallelLayers:
     def _among_themselves(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
         """Causal attention of each sequence's new tokens, own heads. A lone one sees itself: its value, its score."""
         group = q.shape[1] // k.shape[1]
-        k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+        k, v = (self.kv.rounded(x).float().repeat_interleave(group, dim=1) for x in (k, v))
         state = AttentionState(v, (q.float() * k).sum(-1) * self.scale)
         for new in self._sequences:
             num_new = new.tokens.stop - new.tokens.start

@@ -48,6 +48,10 @@ class KVCache:
         num_blocks, block_size = self.k.shape[1:3]
         return self.nbytes // (num_blocks * block_size)
 
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """K or V as it comes back from the cache, in x's dtype: for who attends to new tokens without reading them."""
+        return x.to(self.k.dtype).to(x.dtype)
+
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store k [T, kv_heads, D] and v at their slots; of a latent, k alone."""
         k_slots, v_slots = self._slots[layer]

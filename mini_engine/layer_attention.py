@@ -20,6 +20,8 @@ from mini_engine.ops import Ops
 
 
 class LayerAttention(Protocol):
+    kv: KVCache
+
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
 
     def context(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -181,7 +181,7 @@ class MLADecoder:
         own = self._own_heads(layer)
         out = q.new_empty(len(q), own.stop - own.start, self.mla.v_head_dim)
         for row, tokens, context in split.naive:
-            latents = k[tokens, 0]
+            latents = attention.kv.rounded(k[tokens, 0])
             if context:
                 latents = torch.cat((attention.context(index, row)[0][0].to(k.dtype), latents))
             out[tokens] = naive_attention(q[tokens, own], latents, layer.up[own], self.mla, self.scale)

@@ -127,6 +127,8 @@ def _headers(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...
                     if name in shards:
                         raise ModelLoadError(f"{path}: the tensor {name} is in {shards[name].name} too")
                     part = file.get_slice(name)
+                    if 0 in part.get_shape():
+                        continue  # no element, so nothing to ignore: shared experts where there are none
                     _check_dtype(path, name, part.get_dtype())
                     shards[name], shapes[name] = path, tuple(part.get_shape())
         except (SafetensorError, OSError) as error:

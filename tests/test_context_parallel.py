@@ -16,7 +16,7 @@ from mini_engine import context_parallel as layers
 from mini_engine.analysis.dcp import exchange_bytes, exchange_collectives
 from mini_engine.attention import AttentionState
 from mini_engine.context_shard import NO_SLOT, ContextShard
-from mini_engine.executor import LocalRunner
+from mini_engine.groups import Group
 from tests.builders import tiny_deepseek_v2_dir, tiny_llama_dir, tiny_qwen3_dir
 from tests.test_switches import watch_blocks
 
@@ -155,22 +155,74 @@ def test_smollm2_with_padded_heads() -> None:
 @pytest.mark.parametrize("name", ["llama", "deepseek"])
 def test_bytes_of_a_decode_step_are_the_formula(models, name: str, comm_backend: str, q_replicate: bool) -> None:
     llm = make(models[name], 4, 2, dcp_comm_backend=comm_backend, dcp_q_replicate=q_replicate)
-    runner = llm.engine.runner
-    assert isinstance(runner, LocalRunner)
-    for i, prompt in enumerate(PROMPTS[-3:]):
-        params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
-        llm.engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-    for _ in range(10):
-        llm.engine.step()  # all are decoding
-    rank = runner.ranks[0]
-    config, group = rank.shard.model, rank.context_group
-    group.records.clear()
-    llm.engine.step()
+    group = one_decode_step(llm)
+    config = llm.engine.model_config
     key_dim, value_dim = config.cached_key_dim, config.cached_value_view or config.cached_value_dim
     expected = exchange_bytes(comm_backend, q_replicate, 2, 3, 4, key_dim, value_dim, 4)
     layers_count = config.num_hidden_layers
     assert sum(record.num_bytes for record in group.records) == layers_count * expected
     assert len(group.records) == layers_count * exchange_collectives(comm_backend, q_replicate)
+
+
+def test_results_travel_in_the_models_dtype(models) -> None:
+    """In bfloat16 queries and results are half the bytes of float32, and the lse is what it was."""
+    group = one_decode_step(make(models["llama"], 4, 2, dtype="bfloat16"))
+    assert sum(record.num_bytes for record in group.records) == 2 * exchange_bytes("ag_rs", False, 2, 3, 4, 16, 16, 2)
+
+
+def one_decode_step(llm: LLM) -> Group:
+    """The first rank's context group after a step of three decodes, with the records of that step."""
+    for i, prompt in enumerate(PROMPTS[-3:]):
+        params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+        llm.engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    for _ in range(10):
+        llm.engine.step()  # all are decoding
+    group = llm.engine.runner.ranks[0].context_group  # type: ignore[attr-defined]
+    group.records.clear()
+    llm.engine.step()
+    return group
+
+
+def test_a_prompt_without_context_exchanges_nothing(models) -> None:
+    llm = make(models["llama"], 4, 4, max_num_batched_tokens=64)
+    answers(llm, [list(range(20, 60))], max_tokens=1)
+    assert not llm.engine.runner.ranks[0].context_group.records  # type: ignore[attr-defined]
+
+
+# Llama of one KV head of 16 on 4 ranks of a group: a context token is 2 * 16 * 4 = 128 bytes a layer. A new token sends
+# 8 heads of 16 as query, gets 8 of 16 and 8 lse back: 512 + 512 + 32 bytes, without queries 544. So 8.25 context tokens
+# weigh as much as a new one, 4.25 where queries are replicated.
+@pytest.mark.parametrize(
+    ("new", "context", "q_replicate", "context_travels"),
+    [
+        (4, 32, False, True), (4, 33, False, False), (4, 34, False, False), (4, 16, True, True), (4, 18, True, False),
+        (8, 65, False, True), (8, 67, False, False), (1, 8, False, False), (1, 1, False, False), (2, 16, False, True),
+    ],
+)  # fmt: skip
+def test_the_lighter_of_two_travels(models, new: int, context: int, q_replicate: bool, context_travels: bool) -> None:
+    """A chunk of `new` tokens after `context`: the group's bytes are those of the context or those of the queries."""
+    llm = make(models["llama"], 4, 4, dcp_q_replicate=q_replicate, max_num_batched_tokens=context, block_size=1)
+    llm.engine.add_request("a", {"prompt_token_ids": [9] * context + list(range(20, 20 + new))}, SamplingParams())
+    llm.engine.step()
+    rank = llm.engine.runner.ranks[0]  # type: ignore[attr-defined]
+    rank.context_group.records.clear()
+    llm.engine.step()
+    names = [record.name for record in rank.context_group.records]
+    total = sum(record.num_bytes for record in rank.context_group.records)
+    if context_travels:
+        assert names == ["all_gather"] * 4, "K and V of two layers"
+        assert total == 2 * 3 * -(-context // 4) * 128
+    else:
+        assert total == 2 * exchange_bytes("ag_rs", q_replicate, 4, min(new, context), 8, 16, 16, 4)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek"])
+def test_a_narrow_cache_is_read_as_it_is_stored(models, name: str) -> None:
+    """New tokens meet K and V rounded, as they would from the cache: tokens do not depend on chunks or ranks."""
+    options: dict[str, Any] = {"kv_cache_dtype": "bfloat16"}
+    expected = answers(make(models[name], max_num_seqs=1, max_num_batched_tokens=256, **options))
+    for budget in (3, 24):
+        assert answers(make(models[name], 4, 4, max_num_batched_tokens=budget, **options)) == expected
 
 
 def test_a_pool_of_as_many_bytes_holds_n_times_the_requests(models) -> None:

@@ -12,12 +12,12 @@ from mini_engine.analysis.shards import kv_bytes_per_token_per_card, weight_byte
 from mini_engine.checkpoint import Checkpoint
 from mini_engine.config import EngineConfig
 from mini_engine.context_shard import ContextShard
-from mini_engine.errors import ConfigError
+from mini_engine.errors import ConfigError, ModelLoadError
 from mini_engine.model_config import ModelConfig
 from mini_engine.parallel import ModelShard
 from mini_engine.sharded_checkpoint import ShardedCheckpoint
 from mini_engine.weights import open_checkpoint
-from tests.builders import tiny_llama_dir, tiny_qwen3_dir, to_gguf
+from tests.builders import tiny_deepseek_v2_dir, tiny_llama_dir, tiny_qwen3_dir, to_gguf
 
 ATTN, MLP = "model.layers.1.self_attn.", "model.layers.1.mlp."
 
@@ -189,6 +189,7 @@ def test_sizes_that_do_not_fit_the_model_are_refused(settings: dict[str, Any], m
             "cp_kv_cache_interleave_size 3 must divide block_size 16.* use one of 1, 2, 4, 8, 16",
         ),
         ({"dcp_comm_backend": "nccl"}, "dcp_comm_backend must be one of ag_rs, a2a, got 'nccl'"),
+        ({"dcp_q_replicate": "yes"}, "dcp_q_replicate must be True or False, got 'yes'"),
         ({"distributed_executor_backend": "ray"}, "must be one of auto, local, mp, external_launcher, got 'ray'"),
         ({"tensor_parallel_size": 2, "async_scheduling": True}, "async_scheduling works on one rank only so far"),
         ({"tensor_parallel_size": 2, "host_cache_bytes": 1 << 20}, "host_cache_bytes works on one rank only so far"),
@@ -197,3 +198,47 @@ def test_sizes_that_do_not_fit_the_model_are_refused(settings: dict[str, Any], m
 def test_settings_that_contradict_themselves_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
+
+
+def test_widths_of_experts_are_rounded_up(tmp_path: Path) -> None:
+    path = tiny_deepseek_v2_dir(tmp_path, num_attention_heads=8, moe_intermediate_size=20)
+    with open_checkpoint(str(path)) as checkpoint:
+        moe = ModelShard(checkpoint.config, 0, 8).config.moe
+        assert moe is not None
+        assert moe.moe_intermediate_size == 3
+
+
+def test_a_part_is_read_whole_and_into_its_shape(directory: Path) -> None:
+    name = MLP + "down_proj.weight"
+    with open_checkpoint(str(directory)) as checkpoint:
+        part = ShardedCheckpoint(checkpoint, ModelShard(checkpoint.config, 0, 4))
+        with pytest.raises(ModelLoadError, match="a rank's part is read whole"):
+            part.read(name, torch.empty(part.shape(name)), rows=range(2))
+        with pytest.raises(ModelLoadError, match="has shape"):
+            part.read(name, torch.empty(checkpoint.shape(name)))
+
+
+def test_logits_are_those_of_the_vocabulary_and_int4_is_left(tmp_path: Path) -> None:
+    """A vocabulary that 4 ranks cannot share evenly, and a file whose 4-bit groups a cut would go through."""
+    from mini_engine import LLM, SamplingParams
+
+    path = to_gguf(tiny_llama_dir(tmp_path, vocab_size=321), tmp_path / "tiny.gguf", "Q4_0")
+    prompt, params = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0, max_tokens=8, logprobs=400)
+    ranks: dict[str, Any] = {"tensor_parallel_size": 4, "distributed_executor_backend": "local"}
+    output = LLM(str(path), **ranks).generate(prompt, params)[0].outputs[0]
+    assert output.token_ids == LLM(str(path), dtype="float32").generate(prompt, params)[0].outputs[0].token_ids
+    assert output.logprobs is not None
+    assert all(len(each) == 321 for each in output.logprobs)
+
+
+def test_ranks_take_the_least_of_their_rooms(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mini_engine import sizing
+    from mini_engine.groups import LocalGroup, run_ranks
+    from mini_engine.runner import ModelRunner
+
+    rooms = iter([9, 7, 8, 9])
+    monkeypatch.setattr(sizing, "num_kv_blocks", lambda *args: next(rooms))
+    config = EngineConfig(str(directory), tensor_parallel_size=4)
+    with open_checkpoint(str(directory)) as checkpoint:
+        ranks = run_ranks(LocalGroup.create(4), lambda group: ModelRunner(config, checkpoint, group))
+    assert [rank.num_blocks for rank in ranks] == [7] * 4
