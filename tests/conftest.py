@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +17,10 @@ if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # No test may reach for a hub: models are built on the spot, or come from an installed package.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A shell starts what it runs in the background with Ctrl-C ignored, and processes hand that on: those that the tests
+# interrupt would not notice.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: seconds say more about the machine than about the code. In CI the cases are the same every time.
 hypothesis.settings.register_profile("local", deadline=None)
