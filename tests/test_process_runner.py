@@ -310,6 +310,9 @@ class TestLoading:
         assert len(started) == 2 and gone(started)
 
     def test_a_process_that_cannot_start_says_why(self, tmp_path):
+        """An empty package of the name hides an installed one."""
+        (tmp_path / "mini_engine").mkdir()
+        (tmp_path / "mini_engine" / "__init__.py").touch()
         processes = RankProcesses(1, {"PYTHONPATH": str(tmp_path)})
         with pytest.raises(
             RanksFailed, match=r"ended with status 1; the last it wrote: .*No module named .?mini_engine"
