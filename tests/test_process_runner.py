@@ -310,12 +310,12 @@ class TestLoading:
         assert len(started) == 2 and gone(started)
 
     def test_a_process_that_cannot_start_says_why(self, tmp_path):
-        """An empty package of the name hides an installed one."""
+        """A broken package of the name hides the right one, which may be installed."""
         (tmp_path / "mini_engine").mkdir()
-        (tmp_path / "mini_engine" / "__init__.py").touch()
+        (tmp_path / "mini_engine" / "__init__.py").write_text("import no_such_thing")
         processes = RankProcesses(1, {"PYTHONPATH": str(tmp_path)})
         with pytest.raises(
-            RanksFailed, match=r"ended with status 1; the last it wrote: .*No module named .?mini_engine"
+            RanksFailed, match=r"ended with status 1; the last it wrote: .*No module named 'no_such_thing'"
         ):
             processes.answers()
 
