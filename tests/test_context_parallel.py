@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33)
 PROMPTS = [[*range(10 + n, 10 + 2 * n)] for n in LENGTHS] + [[*SHARED, 5, 6, 7], [*SHARED, 9], [*SHARED, 5, 6, 7]]
 MAX_TOKENS = 10
 Answers = list[list[int]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_a_rank() -> Iterator[None]:
+    """Ranks are threads here: more threads within each would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
