@@ -83,7 +83,7 @@ class EngineConfig:
         leaves beside the weights.
     num_gpu_blocks_override: the number of blocks itself, null block included, whatever memory says.
     enforce_eager: on a GPU, launch every kernel of a decode step anew in place of replaying CUDA graphs.
-    attention_backend: "triton" runs our kernels, "torch" plain torch; "auto" is triton on a GPU, torch elsewhere.
+    attention_backend: "triton" runs our GPU kernels, "numba" our CPU kernels, "torch" plain torch; "auto" chooses.
     swap_space_bytes: host memory for the KV of preempted requests, with preemption_mode "swap".
     host_cache_bytes: host memory for known prefixes that the pool gives up, 0 for none (see prefix_tier.py).
     host_cache_admission: which of them: all, those used before, or those worth more than their upkeep (host_tier.py).
@@ -111,7 +111,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
     num_gpu_blocks_override: int | None = None
-    attention_backend: Literal["auto", "torch", "triton"] = "auto"
+    attention_backend: Literal["auto", "torch", "triton", "numba"] = "auto"
     enforce_eager: bool = False
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -142,7 +142,7 @@ class EngineConfig:
         for name in ("dtype", "kv_cache_dtype"):
             _one_of(self, name, "auto", *DTYPE_BYTES)
         _one_of(self, "device", "auto", "cpu", "cuda")
-        _one_of(self, "attention_backend", "auto", "torch", "triton")
+        _one_of(self, "attention_backend", "auto", "torch", "triton", "numba")
         for name in ("max_model_len", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _at_least(self, 1, name)

@@ -51,7 +51,7 @@ HELP = {
     "scheduling_policy": "who is admitted first",
     "num_gpu_blocks_override": "blocks of the KV pool, whatever memory says",
     "gpu_memory_utilization": "share of the GPU's memory to use",
-    "attention_backend": "our kernels, or plain torch",
+    "attention_backend": "our GPU or CPU kernels, or plain torch",
     "enforce_eager": "no CUDA graphs",
     "async_scheduling": "schedule a step while the one before it runs",
 }

@@ -14,7 +14,7 @@ import torch
 from mini_engine import __version__, sizing
 from mini_engine.config import EngineConfig, dtype_bytes
 from mini_engine.errors import RequestError
-from mini_engine.linear import int4_bytes
+from mini_engine.linear import extra_bytes, int4_bytes
 from mini_engine.ops import resolve_backend
 from mini_engine.parallel import ModelShard
 from mini_engine.weights import open_checkpoint
@@ -80,10 +80,11 @@ def describe(config: EngineConfig, input_len: int, output_len: int) -> dict[str,
         model, name = checkpoint.config, checkpoint.name
         shard = ModelShard.of(config, model)
         shapes = [shard.part(tensor, checkpoint.shape(tensor)).shape for tensor in checkpoint.names()]
-        packed_bytes = int4_bytes(checkpoint) if shard.is_whole and sizing.uses_int4(config, device) else 0
+        uses_int4 = shard.is_whole and sizing.uses_int4(config, device)
+        packed_bytes, more_bytes = (int4_bytes(checkpoint), extra_bytes(checkpoint)) if uses_int4 else (0, 0)
     dtype = sizing.resolve_dtype(config.dtype, model, device)
     dtype_name = str(dtype).removeprefix("torch.")
-    weight_bytes = sum(map(math.prod, shapes)) * dtype_bytes(dtype_name) + packed_bytes
+    weight_bytes = sum(map(math.prod, shapes)) * dtype_bytes(dtype_name) + more_bytes
     num_blocks = sizing.num_kv_blocks(config, shard.config, device, dtype, unloaded_bytes=weight_bytes)
     block_bytes = sizing.block_bytes(config, shard.config, dtype)
     blocks_each = -(-(input_len + output_len - 1) // config.virtual_block_size)
@@ -130,14 +131,14 @@ def describe(config: EngineConfig, input_len: int, output_len: int) -> dict[str,
 def table(report: dict[str, Any]) -> str:
     """The same for a person."""
     model, kv, requests, device = report["model"], report["kv_cache"], report["requests"], report["device"]
-    packed = f", {model['packed_bytes'] / MIB:,.0f} MiB of it 4-bit and bf16 copies" if model["packed_bytes"] else ""
+    forms = f"4 bits, bfloat16 and {model['dtype']}" if model["packed_bytes"] else model["dtype"]
     size, shared_by = report["ranks"].values()
     each = " a rank" if size > 1 else ""
     lines = [
         ("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items())),
         ("device", f"{device['type']}: {device['name']}; attention: {device['attention_backend']}"),
         ("model", f"{model['name']} ({model['architecture']}, {model['parameters'] / 1e6:,.1f} M parameters)"),
-        ("weights", f"{model['weight_bytes'] / MIB:,.0f} MiB in {model['dtype']}{each}{packed}"),
+        ("weights", f"{model['weight_bytes'] / MIB:,.0f} MiB in {forms}{each}"),
         (
             "KV cache",
             f"{kv['bytes'] / MIB:,.0f} MiB{each}: {kv['num_blocks']:,} blocks of {kv['block_size']} tokens at "

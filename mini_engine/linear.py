@@ -1,26 +1,49 @@
 """A matrix product by a weight: dense, or by 4-bit weights as a GGUF file holds them.
 
 With one row a product takes as long as its weights take to read, so a quarter of the bytes is worth more than exact
-arithmetic. With many rows the multiplications decide, and a CPU's are fastest in float32. So on a CPU `Int4Linear`
-keeps both forms and chooses by the number of rows.
+arithmetic. With many rows the multiplications decide, and which are fastest depends on the CPU: float32, or bfloat16
+where it has AMX. So on a CPU `Int4Linear` keeps two forms and chooses by the number of rows.
 
-Measured, the four matrices of a SmolLM2 layer on two cores with AVX-512 and bfloat16 instructions, on a noisy machine:
-4-bit 0.25 ms against float32 0.41 ms at one row, 1.6 against 1.8 to 2.0 at 16, level at 32. The operator is fast for
-bfloat16 activations only: with float32 ones it took 12 to 50 times as long.
+    ms for all matrices of SmolLM2's layers, two cores     rows   1     4     8    16    32    128    2048
+    a CPU with AMX             4-bit                            7.2    11    20    38    71    287    6124
+                               bfloat16                          25    27    24    25    27     42     265
+                               float32                           23    45    52    59    74    213    2973
+    one without                4-bit                            6.4                34                 3400
+                               bfloat16, packed by oneDNN        14                35                 2630
+                               float32                           19                47                 1407
+
+The 4-bit operator is fast for bfloat16 activations only: with float32 ones it took 12 to 50 times as long.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
 from mini_engine.checkpoint import Checkpoint
 
-MAX_INT4_ROWS = 16
 GROUP = 32
 INT4_ROWS = 16  # the operator takes weights with multiples of so many rows
+
+
+@cache
+def has_amx() -> bool:
+    """Whether this CPU multiplies tiles of bfloat16 (AMX). torch < 2.12 cannot tell."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_bf16"))
+
+
+def max_int4_rows() -> int:
+    """The most rows for which 4-bit weights are the fastest; see the table above."""
+    return 8 if has_amx() else 16
+
+
+def many_rows_dtype() -> torch.dtype:
+    """What the weights of a 4-bit model are multiplied in when there are more rows."""
+    return torch.bfloat16 if has_amx() else torch.float32
 
 
 class Int4Groups(NamedTuple):
@@ -68,11 +91,13 @@ class Linear:
 class Int4Linear(Linear):
     """The same product from 4-bit groups when there are few rows; activations and scales are rounded to bfloat16.
 
+    weight: for many rows, in float32 or bfloat16; activations are rounded to its dtype.
     torch's operator computes (q - 8) * scale + zero, so a group's minimum m becomes zero = m + 8 * scale.
     """
 
     def __init__(self, weight: torch.Tensor, groups: Int4Groups):
         super().__init__(weight)
+        self.max_rows = max_int4_rows()
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.q.int(), 1)
         zero = groups.minimum + 8 * groups.scale
         self.scale_and_zero = torch.stack((groups.scale, zero), -1).transpose(0, 1).contiguous().bfloat16()
@@ -81,13 +106,11 @@ class Int4Linear(Linear):
         return self.product(x).to(x.dtype)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > MAX_INT4_ROWS:
-            return super().__call__(x)
+        if len(x) > self.max_rows:
+            return super().__call__(x.to(self.weight.dtype))
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale_and_zero)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > MAX_INT4_ROWS:
-            return super().add_to(residual, x)
         return residual + self.product(x)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -98,16 +121,19 @@ class Int4Linear(Linear):
 
 
 class HalfLinear(Linear):
-    """The same product by a bfloat16 copy when there are few rows: for the vocabulary, which is not kept in 4 bits."""
+    """The same product by a bfloat16 copy where that is faster: for the vocabulary, which is not kept in 4 bits."""
 
     def __init__(self, weight: torch.Tensor):
         super().__init__(weight)
         self.half = weight.bfloat16()
         self._half_transposed = self.half.t()
+        self.max_rows = math.inf if has_amx() else max_int4_rows()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > MAX_INT4_ROWS:
+        if len(x) > self.max_rows:
             return super().__call__(x)
+        if len(x) == 1:  # half the time of a matrix product of one row
+            return torch.mv(self.half, x[0].bfloat16())[None].to(x.dtype)
         return torch.mm(x.bfloat16(), self._half_transposed).to(x.dtype)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -118,9 +144,20 @@ class HalfLinear(Linear):
 
 
 def int4_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes that a model holds beside its dense weights when it uses the file's 4-bit weights: those, and the
-    vocabulary's bfloat16 copy."""
-    elements = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names() if checkpoint.holds_int4(name))
+    """Bytes of the 4-bit weights that a model of this file holds when it uses them."""
+    return _int4_elements(checkpoint) * (GROUP // 2 + 4) // GROUP
+
+
+def extra_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes that such a model holds beyond those of float32 weights: the 4-bit weights and the vocabulary's bfloat16
+    copy, less what `many_rows_dtype` saves. May be negative."""
+    elements = _int4_elements(checkpoint)
     if not elements:
         return 0
-    return elements // 2 + 4 * (elements // GROUP) + 2 * checkpoint.config.embedding_params
+    saved = (4 - many_rows_dtype().itemsize) * elements
+    return int4_bytes(checkpoint) + 2 * checkpoint.config.embedding_params - saved
+
+
+def _int4_elements(checkpoint: Checkpoint) -> int:
+    in_layers = [name for name in checkpoint.names() if name.startswith("model.layers.")]
+    return sum(math.prod(checkpoint.shape(name)) for name in in_layers if checkpoint.holds_int4(name))

@@ -1,8 +1,9 @@
-"""What a decoder layer does besides its matrix products, on one of two backends: torch, or the Triton kernels.
+"""What a decoder layer does besides its matrix products, on one of three backends.
 
 attention_backend   "torch"    anywhere; the reference
-                    "triton"   an NVIDIA GPU; on a CPU only in Triton's interpreter, for tests
-                    "auto"     triton on a GPU, torch elsewhere
+                    "triton"   our Triton kernels: an NVIDIA GPU; on a CPU only in Triton's interpreter, for tests
+                    "numba"    our CPU kernels
+                    "auto"     triton on a GPU, numba on a CPU, torch where the package for that is not installed
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from mini_engine.context_shard import ContextShard
 from mini_engine.dcp import context_attention, merge_parts
 from mini_engine.errors import ConfigError
 from mini_engine.kv_cache import KVCache
-from mini_engine.single_decode import SingleDecode
 
 Attention = Callable[[int, torch.Tensor], torch.Tensor]
 """(layer, q [T, heads, Dq]) -> out [T, heads, Dv]"""
@@ -86,9 +86,6 @@ class TorchOps:
     replayable = False
 
     def attention(self, batch: Batch, kv: KVCache, scale: float, dtype: torch.dtype) -> Attention:
-        single = SingleDecode.of(batch, kv, scale, dtype)
-        if single is not None:
-            return single
         attention = TorchAttention(batch, kv.block_size, scale)
         return lambda layer, q: attention(q, *kv.layers[layer]).out
 
@@ -123,39 +120,54 @@ class TorchOps:
 
 
 def make_ops(attention_backend: str, device: torch.device) -> Ops:
-    """Raises ConfigError where the backend asked for cannot run. Only here is triton imported."""
-    if resolve_backend(attention_backend, device) == "torch":
+    """Raises ConfigError where the backend asked for cannot run. Only here are triton and numba imported."""
+    backend = resolve_backend(attention_backend, device)
+    if backend == "torch":
         return TorchOps()
-    if not _triton_is_here():
-        raise ConfigError("attention_backend 'triton' needs the triton package (Linux only); use 'torch' or 'auto'")
+    if not _is_here(backend):
+        raise ConfigError(
+            f"attention_backend '{backend}' needs the {backend} package: install it, or use 'torch' or 'auto'"
+        )
+    return _numba_ops(device) if backend == "numba" else _triton_ops(device)
+
+
+def _numba_ops(device: torch.device) -> Ops:
+    from mini_engine.numba_ops import NumbaOps
+
+    if device.type != "cpu":
+        raise ConfigError(
+            f"attention_backend 'numba' is for a CPU, this engine runs on {device.type}; use 'triton' or 'auto'"
+        )
+    return NumbaOps()
+
+
+def _triton_ops(device: torch.device) -> Ops:
     import triton
 
     from mini_engine.triton_ops import TritonOps
 
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise ConfigError(
-            f"attention_backend 'triton' needs a CUDA device, this engine runs on {device.type}; use 'torch' or 'auto' "
+            f"attention_backend 'triton' needs a CUDA device, this engine runs on {device.type}; use 'numba' or 'auto' "
             f"(TRITON_INTERPRET=1 runs the kernels in Triton's slow interpreter, for tests)"
         )
     return TritonOps()
 
 
 def resolve_backend(attention_backend: str, device: torch.device) -> str:
-    """'auto' is triton on a GPU where triton is installed, torch elsewhere."""
-    if attention_backend == "auto":
-        return "triton" if device.type == "cuda" and _triton_is_here() else "torch"
-    return attention_backend
+    """'auto' is the kernels made for the device where their package is installed, torch elsewhere."""
+    if attention_backend != "auto":
+        return attention_backend
+    backend = "triton" if device.type == "cuda" else "numba"
+    return backend if _is_here(backend) else "torch"
 
 
-def _triton_is_here() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _is_here(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean in float32.
-
-    A decode step spends more time in starting operators than in their work, so there are as few as possible here.
-    """
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean in float32; as few operators as it takes."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).to(x.dtype).mul_(weight)

