@@ -9,9 +9,9 @@ the view of its first kv_lora_rank elements.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence as Seq
 
-import numpy as np
 import torch
 
 from mini_engine.block_pool import BlockCopy
@@ -69,8 +69,11 @@ class KVCache:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On a CPU the pages are the operating system's, which hands them out when they are first written to, where
-    torch.zeros would touch the whole pool at once."""
+    torch.zeros would touch the whole pool at once. Small pages: a pool has each layer's K and V far apart, so that of
+    huge ones (2 MiB) the first token would take one for each, 120 MiB of SmolLM2."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(pages).view(dtype).view(shape)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)

@@ -13,7 +13,7 @@ from mini_engine.bench import measure, rows
 from mini_engine.bench.ledger import ledger
 from mini_engine.bench.peers import transformers_twin
 from mini_engine.errors import ConfigError
-from tests.builders import LLAMA3_SCALING, tiny_llama_dir, tiny_qwen3_dir
+from tests.builders import LLAMA3_SCALING, tiny_llama_dir, tiny_qwen3_dir, to_gguf
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +100,12 @@ def test_the_peer_computes_the_same_model(build, tmp_path: Path) -> None:
     settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert twin.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, 40:].tolist() == ours
     assert twin.model.embed_tokens.weight.data_ptr() == llm.engine.runner.model.embedding.data_ptr()
+
+
+def test_transformers_computes_in_the_dtype_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 4-bit weights have a bfloat16 twin instead of a float32 one."""
+    monkeypatch.setattr("mini_engine.linear.has_amx", lambda: True)
+    llm = LLM(str(to_gguf(tiny_llama_dir(tmp_path), tmp_path / "q4.gguf", "Q4_1")), device="cpu")
+    assert llm.engine.runner.model.layers[0].qkv.weight.dtype == torch.bfloat16
+    twin = transformers_twin(llm.engine.runner.model)
+    assert {tensor.dtype for tensor in twin.parameters()} == {torch.float32}

@@ -25,8 +25,9 @@ _SHARED_NAMES = (
 
 
 def transformers_twin(decoder: Decoder | MLADecoder) -> Any:
-    """transformers' model over the very tensors of ours, without a second copy; None where it is not installed, and for
-    DeepSeek, which it holds in another form: experts stacked, rotated rows in pairs."""
+    """transformers' model over the very tensors of ours, without a second copy but for matrices that we hold in another
+    dtype than the model's; None where it is not installed, and for DeepSeek, which it holds in another form: experts
+    stacked, rotated rows in pairs."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
     except ImportError:
@@ -43,7 +44,8 @@ def transformers_twin(decoder: Decoder | MLADecoder) -> Any:
     with torch.device("meta"):
         model = model_class(config_class(**shape, rope_parameters=rope)).eval()
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    model.load_state_dict(dict(_hf_names(decoder)), assign=True, strict=not config.tie_word_embeddings)
+    tensors = {name: tensor.to(decoder.embedding.dtype) for name, tensor in _hf_names(decoder)}
+    model.load_state_dict(tensors, assign=True, strict=not config.tie_word_embeddings)
     model.tie_weights()
     model.generation_config.eos_token_id = None  # it shall generate as many tokens as it is told
     return model.requires_grad_(False)
