@@ -1,6 +1,7 @@
 """The CPU kernels: what a decoder layer does beside its matrix products, in plain loops that Numba compiles.
 
-    rms_norm     rope     swiglu     write (K or V into its slots)     decode_attention (over the paged cache, in place)
+    rms_norm     rope     swiglu     write: K or V into its slots
+    decode_attention: over parts of the paged cache, in place     merge: of the parts
 
 A decode step on a CPU has little work between two products, and torch needs many operators for it: to start one costs
 more than what most of them do. Here each is one call.
@@ -123,32 +124,31 @@ def write(p_x, x_stride, p_cache, p_slots, rows, size):
             out[i] = x[i]
 
 
-@compiled
-def attend(
-    row, p_q, q_stride, p_k, p_v, p_table, width, p_lens, p_out, p_lse, kv_heads, group, size, block_size, scale
+@compiled(inline="always")
+def attend_to(
+    item, p_items, p_q, q_stride, p_k, p_v, p_table, width, p_out, p_lse, kv_heads, group, size, block_size, scale
 ):
-    """One query token of sequence `row` against its whole context, read where it lies.
+    """One query token against tokens [start, end) of its context, read where they lie. items [items, 3] int32: which
+    sequence's, start, end.
 
-        q [rows, kv_heads * group, size] with rows q_stride apart       table [rows, width] int32, lens [rows] int32
-        k, v [blocks, block_size, kv_heads, size] of one layer          out [rows, heads, size], lse [rows, heads]
+        q [rows, kv_heads * group, size] with rows q_stride apart       out [items, heads, size], lse [items, heads]
+        k, v [blocks, block_size, kv_heads, size] of one layer          table [rows, width] int32
 
-    A token's K of all heads lie side by side, so the tokens are the outer loop: memory is read front to back. Nothing
-    beyond a sequence's end is read.
+    A token's K of all heads lie side by side, so the tokens are the outer loop: memory is read front to back.
     """
-    heads, token = kv_heads * group, kv_heads * size
-    length = ints(p_lens, row, 1)[0]
+    row, first, end = ints(p_items, 3 * item, 3)
+    heads, token, length = kv_heads * group, kv_heads * size, end - first
     table = ints(p_table, row * width, width)
     scores = np.empty(heads * length, np.float32)  # of head 0, then of head 1, ...
-    for start in range(0, length, block_size):
-        block = table[start // block_size] * block_size
-        for i in range(min(block_size, length - start)):
-            for head in range(heads):
-                k = floats(p_k, (block + i) * token + head // group * size, size)
-                q = floats(p_q, row * q_stride + head * size, size)
-                dot = F0
-                for d in range(size):
-                    dot += q[d] * k[d]
-                scores[head * length + start + i] = dot * np.float32(scale)
+    for i in range(length):
+        block = table[(first + i) // block_size] * block_size + (first + i) % block_size
+        for head in range(heads):
+            k = floats(p_k, block * token + head // group * size, size)
+            q = floats(p_q, row * q_stride + head * size, size)
+            dot = F0
+            for d in range(size):
+                dot += q[d] * k[d]
+            scores[head * length + i] = dot * np.float32(scale)
     for head in range(heads):
         weights = scores[head * length : (head + 1) * length]
         top = weights[0]
@@ -161,19 +161,66 @@ def attend(
         share = F1 / total
         for i in range(length):
             weights[i] *= share
-        floats(p_lse, row * heads + head, 1)[0] = top + np.log(total)
-        out = floats(p_out, (row * heads + head) * size, size)
+        floats(p_lse, item * heads + head, 1)[0] = top + np.log(total)
+        out = floats(p_out, (item * heads + head) * size, size)
         for d in range(size):
             out[d] = F0
-    for start in range(0, length, block_size):
-        block = table[start // block_size] * block_size
-        for i in range(min(block_size, length - start)):
-            for head in range(heads):
-                v = floats(p_v, (block + i) * token + head // group * size, size)
-                out = floats(p_out, (row * heads + head) * size, size)
-                weight = scores[head * length + start + i]
-                for d in range(size):
-                    out[d] += weight * v[d]
+    for i in range(length):
+        block = table[(first + i) // block_size] * block_size + (first + i) % block_size
+        for head in range(heads):
+            v = floats(p_v, block * token + head // group * size, size)
+            out = floats(p_out, (item * heads + head) * size, size)
+            weight = scores[head * length + i]
+            for d in range(size):
+                out[d] += weight * v[d]
+
+
+@compiled
+def attend(
+    item, p_items, p_q, q_stride, p_k, p_v, p_table, width, p_out, p_lse, kv_heads, group, size, block_size, scale
+):
+    """`attend_to`, with the usual head sizes known when compiling: then its inner loops have no ends to look out for,
+    which takes a fifth less time."""
+    if size == 64:
+        attend_to(
+            item, p_items, p_q, q_stride, p_k, p_v, p_table, width, p_out, p_lse, kv_heads, group, 64, block_size, scale
+        )
+    elif size == 128:
+        attend_to(
+            item,
+            p_items,
+            p_q,
+            q_stride,
+            p_k,
+            p_v,
+            p_table,
+            width,
+            p_out,
+            p_lse,
+            kv_heads,
+            group,
+            128,
+            block_size,
+            scale,
+        )
+    else:
+        attend_to(
+            item,
+            p_items,
+            p_q,
+            q_stride,
+            p_k,
+            p_v,
+            p_table,
+            width,
+            p_out,
+            p_lse,
+            kv_heads,
+            group,
+            size,
+            block_size,
+            scale,
+        )
 
 
 ATTENTION = "void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, f8)"
@@ -181,21 +228,76 @@ ATTENTION = "void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, f8)"
 
 @compiled(ATTENTION)
 def decode_attention(
-    rows, p_q, q_stride, p_k, p_v, p_table, width, p_lens, p_out, p_lse, kv_heads, group, size, block_size, scale
+    items, p_items, p_q, q_stride, p_k, p_v, p_table, width, p_out, p_lse, kv_heads, group, size, block_size, scale
 ):
-    """`attend` for one sequence after the other."""
-    for row in range(rows):
+    """`attend` for one item after the other."""
+    for item in range(items):
         attend(
-            row, p_q, q_stride, p_k, p_v, p_table, width, p_lens, p_out, p_lse, kv_heads, group, size, block_size, scale
+            item,
+            p_items,
+            p_q,
+            q_stride,
+            p_k,
+            p_v,
+            p_table,
+            width,
+            p_out,
+            p_lse,
+            kv_heads,
+            group,
+            size,
+            block_size,
+            scale,
         )
 
 
 @compiled(ATTENTION, parallel=True)
 def decode_attention_parallel(
-    rows, p_q, q_stride, p_k, p_v, p_table, width, p_lens, p_out, p_lse, kv_heads, group, size, block_size, scale
+    items, p_items, p_q, q_stride, p_k, p_v, p_table, width, p_out, p_lse, kv_heads, group, size, block_size, scale
 ):
-    """The same, the sequences shared out to threads."""
-    for row in prange(rows):
+    """The same, the items shared out to threads."""
+    for item in prange(items):
         attend(
-            row, p_q, q_stride, p_k, p_v, p_table, width, p_lens, p_out, p_lse, kv_heads, group, size, block_size, scale
+            item,
+            p_items,
+            p_q,
+            q_stride,
+            p_k,
+            p_v,
+            p_table,
+            width,
+            p_out,
+            p_lse,
+            kv_heads,
+            group,
+            size,
+            block_size,
+            scale,
         )
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+def merge(p_firsts, p_parts, p_lses, p_out, rows, heads, size):
+    """The states over the parts of each sequence's context into the one over all of it, as `attention.merge` does.
+
+    parts [items, heads, size], lses [items, heads]; firsts [rows + 1] int32: row's items are firsts[row] up to the
+    next one's; out [rows, heads, size].
+    """
+    for row in range(rows):
+        first, end = ints(p_firsts, row, 2)
+        for head in range(heads):
+            top = floats(p_lses, first * heads + head, 1)[0]
+            for item in range(first, end):
+                top = max(top, floats(p_lses, item * heads + head, 1)[0])
+            total = F0
+            out = floats(p_out, (row * heads + head) * size, size)
+            for d in range(size):
+                out[d] = F0
+            for item in range(first, end):
+                weight = exp(floats(p_lses, item * heads + head, 1)[0] - top)
+                total += weight
+                part = floats(p_parts, (item * heads + head) * size, size)
+                for d in range(size):
+                    out[d] += weight * part[d]
+            for d in range(size):
+                out[d] /= total

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 
 from mini_engine import numba_kernels as kernels
@@ -18,6 +19,7 @@ from mini_engine.batch import Batch, select_sequences
 from mini_engine.kv_cache import KVCache
 from mini_engine.ops import Attention, TorchOps
 
+SPLIT = 128
 numba_config: Any = numba.config
 
 
@@ -81,14 +83,24 @@ class NumbaOps(TorchOps):
 
 class DecodeAttention:
     """Of the sequences at the front of a batch that have one new token each. Made once a step, called once a layer; its
-    result is good until the next call."""
+    result is good until the next call.
+
+    A context is cut into splits of SPLIT tokens, the work is shared out by splits, and their states are merged. Where
+    the cuts are depends on a sequence's length alone, so that its result does not change with batch or machine.
+    """
 
     def __init__(self, batch: Batch, kv: KVCache, scale: float):
-        self.batch, self.kv, self.scale = batch, kv, scale  # the batch owns the arrays behind the addresses
-        self.table = (batch.block_table.data_ptr(), batch.block_table.shape[1], batch.seq_lens.data_ptr())
-        self.out = self.lse = torch.empty(0)
+        self.batch, self.kv, self.scale = batch, kv, scale
+        lens = np.array(batch.context_lens[: batch.num_decodes]) + 1
+        splits = -(-lens // SPLIT)
+        self.firsts = np.zeros(len(lens) + 1, np.int32)
+        np.cumsum(splits, out=self.firsts[1:])
+        rows = np.repeat(np.arange(len(lens)), splits)
+        starts = (np.arange(len(rows)) - self.firsts[rows]) * SPLIT
+        self.items = np.stack((rows, starts, np.minimum(starts + SPLIT, lens[rows])), 1).astype(np.int32)
+        self.parts = self.lses = self.out = torch.empty(0)
         self.kernel = kernels.decode_attention
-        if batch.num_decodes > 1 and _has_openmp():
+        if len(rows) > 1 and _has_openmp():
             numba.set_num_threads(min(torch.get_num_threads(), numba_config.NUMBA_NUM_THREADS))
             self.kernel = kernels.decode_attention_parallel
 
@@ -96,15 +108,27 @@ class DecodeAttention:
         """q [num_decodes, heads, D] -> [num_decodes, heads, D]."""
         if not _is_packed(q):
             q = q.contiguous()
+        if not len(self.parts):
+            self._allocate(q)
         rows, heads, size = q.shape
         k, v = self.kv.layers[layer]
         _, block_size, kv_heads, _ = k.shape
-        if not len(self.out):
-            self.out, self.lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(rows, heads, dtype=q.dtype)
-        caches, outs = (k.data_ptr(), v.data_ptr()), (self.out.data_ptr(), self.lse.data_ptr())
-        shape = (kv_heads, heads // kv_heads, size, block_size, self.scale)
-        self.kernel(rows, q.data_ptr(), q.stride(0), *caches, *self.table, *outs, *shape)
+        self.kernel(
+            *self.work, q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), *self.places,
+            kv_heads, heads // kv_heads, size, block_size, self.scale,
+        )  # fmt: skip
+        if self.out is not self.parts:
+            kernels.merge(self.firsts.ctypes.data, *self.places[2:], self.out.data_ptr(), rows, heads, size)
         return self.out
+
+    def _allocate(self, q: torch.Tensor) -> None:
+        rows, heads, size = q.shape
+        table, items = self.batch.block_table, len(self.items)
+        self.parts = torch.empty(items, heads, size, dtype=q.dtype)
+        self.lses = torch.empty(items, heads, dtype=q.dtype)
+        self.out = self.parts if items == rows else torch.empty(rows, heads, size, dtype=q.dtype)
+        self.work = (items, self.items.ctypes.data)
+        self.places = (table.data_ptr(), table.shape[1], self.parts.data_ptr(), self.lses.data_ptr())
 
 
 def _takes(kv: KVCache) -> bool:

@@ -16,7 +16,7 @@ from numba import njit
 from mini_engine import LLM, SamplingParams, numba_ops
 from mini_engine.errors import ConfigError
 from mini_engine.numba_kernels import exp
-from mini_engine.numba_ops import DecodeAttention, NumbaOps
+from mini_engine.numba_ops import SPLIT, DecodeAttention, NumbaOps
 from mini_engine.ops import TorchOps, make_ops, resolve_backend
 from mini_engine.triton_ops import TritonOps
 from tests.builders import tiny_deepseek_v2_dir, tiny_llama_dir, tiny_qwen3_dir
@@ -125,11 +125,30 @@ def test_decode_attention(group: int, size: int, openmp: bool):
         paged = make_paged((1,) * 5, contexts, CPU, group=group, kv_heads=2, dim=size, block_size=block_size)
         attention, expected = attend(paged), paged.reference
         close(attention.out, expected.out, 1e-5)
-        close(attention.lse, expected.lse, 1e-5)
+        close(attention.lses, expected.lse, 1e-5)  # one split each
+
+
+def test_long_contexts_are_cut_and_merged(openmp: bool):
+    """Around the ends of splits, and beside sequences of another length."""
+    contexts = (SPLIT - 2, SPLIT - 1, SPLIT, 3 * SPLIT + 5, 0)
+    paged = make_paged((1,) * 5, contexts, CPU, group=3, kv_heads=2)
+    attention = attend(paged)
+    assert np.diff(attention.firsts).tolist() == [1, 1, 2, 4, 1]
+    close(attention.out, paged.reference.out, 1e-5)
+
+
+def test_a_split_of_no_weight_is_no_trouble():
+    """Its scores lie so far below those of the others that e^x of the difference is 0."""
+    paged = make_paged((1,), (2 * SPLIT - 1,), CPU, group=1)
+    q, far = paged.q[0, 0], int(paged.batch.block_table[0, 0])
+    paged.k_cache[far] = 1e3 * q  # the first block has it all, or nothing
+    close(attend(paged).out, paged.reference.out, 1e-5)
+    paged.k_cache[paged.batch.block_table[0, : SPLIT // 16].long()] = -1e3 * q
+    close(attend(paged).out, paged.reference.out, 1e-5)
 
 
 def test_both_kernels_agree_to_the_bit(monkeypatch: pytest.MonkeyPatch):
-    paged = make_paged((1,) * 4, (3, 50, 0, 17), CPU, group=3, kv_heads=2)
+    paged = make_paged((1,) * 4, (3, 250, 0, 17), CPU, group=3, kv_heads=2)
     results = []
     for here in (True, False):
         monkeypatch.setattr(numba_ops, "_has_openmp", lambda here=here: here)
@@ -138,7 +157,7 @@ def test_both_kernels_agree_to_the_bit(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_sequence_does_not_depend_on_its_batch_mates():
-    paged = make_paged((1,) * 3, (30, 5, 16), CPU, group=3)
+    paged = make_paged((1,) * 3, (300, 5, 16), CPU, group=3)
     together = attend(paged).out
     for row in range(3):
         assert torch.equal(attend(paged.slice(row)).out[0], together[row])
