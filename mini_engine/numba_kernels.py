@@ -6,9 +6,9 @@
 A decode step on a CPU has little work between two products, and torch needs many operators for it: to start one costs
 more than what most of them do. Here each is one call.
 
-As in the Triton kernels, an argument p_x is an address, and strides count elements. All data are float32; `numba_ops.py`
-checks shapes and dtypes. Numba keeps the machine code on disk: the first import on a machine takes ten seconds, later
-ones half of one.
+As in the Triton kernels, an argument p_x is an address, and strides count elements. All data are float32;
+`numba_ops.py` checks shapes and dtypes. Numba keeps the machine code on disk: the first import on a machine takes ten
+seconds, later ones half of one.
 """
 
 from __future__ import annotations
