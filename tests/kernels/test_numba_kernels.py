@@ -15,6 +15,7 @@ from numba import njit
 
 from mini_engine import LLM, SamplingParams, numba_ops
 from mini_engine.errors import ConfigError
+from mini_engine.kv_cache import KVCache
 from mini_engine.numba_kernels import exp
 from mini_engine.numba_ops import SPLIT, DecodeAttention, NumbaOps
 from mini_engine.ops import TorchOps, make_ops, resolve_backend
@@ -101,6 +102,23 @@ def test_write_stores_k_and_v_and_nothing_else(kv_heads: int):
         assert pool.isnan().sum() == pool.numel() - new.numel()
 
 
+def test_heads_that_do_not_lie_side_by_side():
+    """Not what the kernels read: torch's way, or a copy."""
+    x = torch.randn(4, 3, 8).transpose(0, 1)  # [3, 4, 8]
+    weights, positions, table = torch.randn(2, 8), torch.tensor([2, 0, 5]), torch.randn(6, 2, 8)
+    close(NUMBA.qk_norm(x, *weights, 2, 1e-6), TORCH.qk_norm(x, *weights, 2, 1e-6))
+    close(NUMBA.rotary(table, positions)(x), TORCH.rotary(table, positions)(x))
+    kv, slots = cache_like(4, 8), torch.tensor([9, 2, 20])
+    kv.write = KVCache.write.__get__(kv)
+    kv._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in kv.layers]
+    NUMBA.write(kv, 0, x, -x, slots)
+    assert torch.equal(kv.k[0].flatten(0, 1)[slots], x) and torch.equal(kv.v[0].flatten(0, 1)[slots], -x)
+
+    paged = make_paged((1,) * 3, (3, 9, 0), CPU, group=4)
+    spread = replace(paged, q=paged.q.transpose(0, 1).contiguous().transpose(0, 1))
+    close(attend(spread).out, paged.reference.out, 1e-5)
+
+
 def attend(paged: Paged, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> DecodeAttention:
     """The kernel, called once."""
     k, v = (paged.k_cache, paged.v_cache) if k is None or v is None else (k, v)
@@ -128,10 +146,11 @@ def test_decode_attention(group: int, size: int, openmp: bool):
         close(attention.lses, expected.lse, 1e-5)  # one split each
 
 
-def test_long_contexts_are_cut_and_merged(openmp: bool):
+@pytest.mark.parametrize("block_size", [16, 48])  # the second: splits that begin within a block
+def test_long_contexts_are_cut_and_merged(block_size: int, openmp: bool):
     """Around the ends of splits, and beside sequences of another length."""
     contexts = (SPLIT - 2, SPLIT - 1, SPLIT, 3 * SPLIT + 5, 0)
-    paged = make_paged((1,) * 5, contexts, CPU, group=3, kv_heads=2)
+    paged = make_paged((1,) * 5, contexts, CPU, group=3, kv_heads=2, block_size=block_size)
     attention = attend(paged)
     assert np.diff(attention.firsts).tolist() == [1, 1, 2, 4, 1]
     close(attention.out, paged.reference.out, 1e-5)
