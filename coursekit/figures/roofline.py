@@ -51,7 +51,9 @@ def roofline(
         axes.annotate(label, (intensity, value), (9, -11), textcoords="offset points", color=INK, fontsize=9)
     for label, (intensity, rate) in (measured or {}).items():
         axes.plot(intensity, rate / unit, "D", color=MEASURED, markersize=6)
-        axes.annotate(label, (intensity, rate / unit), (9, -9), textcoords="offset points", color=MEASURED, fontsize=9)
+        at_the_roof = rate > 0.75 * min(peak, intensity * bandwidth)  # then below the label of the point there
+        offset = (9, -26 if at_the_roof else -9)
+        axes.annotate(label, (intensity, rate / unit), offset, textcoords="offset points", color=MEASURED, fontsize=9)
     axes.set_ylim(top=peak / unit * 2)
     style(axes, title, "operations for each byte read (FLOP/B)", f"attainable ({prefix}FLOP/s)")
     return figure
