@@ -1,6 +1,6 @@
 """The CPU kernels: what a decoder layer does beside its matrix products, in plain loops that Numba compiles.
 
-    rms_norm     rope     swiglu     write: K or V into its slots
+    rms_norm     rope     swiglu     write: K and V into their slots
     decode_attention: over parts of the paged cache, in place     merge: of the parts
 
 A decode step on a CPU has little work between two products, and torch needs many operators for it: to start one costs
@@ -115,13 +115,16 @@ def swiglu(p_x, p_out, rows, size):
             out[i] = gate[i] / (F1 + exp(-gate[i])) * up[i]
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8)")
-def write(p_x, x_stride, p_cache, p_slots, rows, size):
-    """Copies x [rows, size], rows x_stride apart, to cache [slots, size]; slots [rows] int64."""
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def write(p_k, k_stride, p_v, v_stride, p_k_cache, p_v_cache, p_slots, rows, size):
+    """Copies k and v [rows, size], rows k_stride and v_stride apart, to their caches [slots, size]; slots [rows] int64."""
+    slots = longs(p_slots, 0, rows)
     for row in range(rows):
-        x, out = floats(p_x, row * x_stride, size), floats(p_cache, longs(p_slots, row, 1)[0] * size, size)
+        k, v = floats(p_k, row * k_stride, size), floats(p_v, row * v_stride, size)
+        k_out, v_out = floats(p_k_cache, slots[row] * size, size), floats(p_v_cache, slots[row] * size, size)
         for i in range(size):
-            out[i] = x[i]
+            k_out[i] = k[i]
+            v_out[i] = v[i]
 
 
 @compiled(inline="always")

@@ -39,9 +39,11 @@ class NumbaOps(TorchOps):
     def write(self, kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if not (_takes(kv) and _is_packed(k) and _is_packed(v)):
             return super().write(kv, layer, k, v, slot_mapping)
-        p_slots, rows, size = slot_mapping.data_ptr(), k.shape[0], k.shape[1] * k.shape[2]
-        for x, pool in zip((k, v), kv.layers[layer], strict=True):
-            kernels.write(x.data_ptr(), x.stride(0), pool.data_ptr(), p_slots, rows, size)
+        k_pool, v_pool = kv.layers[layer]
+        kernels.write(
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k_pool.data_ptr(), v_pool.data_ptr(),
+            slot_mapping.data_ptr(), k.shape[0], k.shape[1] * k.shape[2],
+        )  # fmt: skip
 
     def rotary(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         by_torch = super().rotary(cos_sin, positions)
@@ -85,8 +87,9 @@ class DecodeAttention:
     """Of the sequences at the front of a batch that have one new token each. Made once a step, called once a layer; its
     result is good until the next call.
 
-    A context is cut into splits of SPLIT tokens, the work is shared out by splits, and their states are merged. Where
-    the cuts are depends on a sequence's length alone, so that its result does not change with batch or machine.
+    A context is cut into even splits of at most SPLIT tokens, the work is shared out by splits, and their states are
+    merged. Where the cuts are depends on a sequence's length alone, so that its result does not change with batch or
+    machine.
     """
 
     def __init__(self, batch: Batch, kv: KVCache, scale: float):
@@ -96,8 +99,9 @@ class DecodeAttention:
         self.firsts = np.zeros(len(lens) + 1, np.int32)
         np.cumsum(splits, out=self.firsts[1:])
         rows = np.repeat(np.arange(len(lens)), splits)
-        starts = (np.arange(len(rows)) - self.firsts[rows]) * SPLIT
-        self.items = np.stack((rows, starts, np.minimum(starts + SPLIT, lens[rows])), 1).astype(np.int32)
+        sizes = -(-lens // splits)[rows]
+        starts = (np.arange(len(rows)) - self.firsts[rows]) * sizes
+        self.items = np.stack((rows, starts, np.minimum(starts + sizes, lens[rows])), 1).astype(np.int32)
         self.parts = self.lses = self.out = torch.empty(0)
         self.kernel = kernels.decode_attention
         if len(rows) > 1 and _has_openmp():
