@@ -117,7 +117,7 @@ def swiglu(p_x, p_out, rows, size):
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def write(p_k, k_stride, p_v, v_stride, p_k_cache, p_v_cache, p_slots, rows, size):
-    """Copies k and v [rows, size], rows k_stride and v_stride apart, to their caches [slots, size]; slots [rows] int64."""
+    """Copies k and v [rows, size], rows k_stride and v_stride apart, to caches [slots, size]; slots [rows] int64."""
     slots = longs(p_slots, 0, rows)
     for row in range(rows):
         k, v = floats(p_k, row * k_stride, size), floats(p_v, row * v_stride, size)
