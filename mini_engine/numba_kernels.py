@@ -14,7 +14,7 @@ seconds, later ones half of one.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit, prange, types
@@ -127,27 +127,48 @@ def write(p_k, k_stride, p_v, v_stride, p_k_cache, p_v_cache, p_slots, rows, siz
             v_out[i] = v[i]
 
 
-@compiled(inline="always")
-def attend_to(
-    item, p_items, p_q, q_stride, p_k, p_v, p_table, width, p_out, p_lse, kv_heads, group, size, block_size, scale
-):
-    """One query token against tokens [start, end) of its context, read where they lie. items [items, 3] int32: which
-    sequence's, start, end.
+class AttentionArguments(NamedTuple):
+    """What decode attention reads and writes.
 
-        q [rows, kv_heads * group, size] with rows q_stride apart       out [items, heads, size], lse [items, heads]
-        k, v [blocks, block_size, kv_heads, size] of one layer          table [rows, width] int32
+    items [items, 3] int32: a sequence's row, and the tokens [start, end) of its context to attend to
+    q [rows, kv_heads * group, size] with rows q_stride apart       out [items, heads, size], lse [items, heads]
+    k, v [blocks, block_size, kv_heads, size] of one layer          table [rows, width] int32
+    """
+
+    items: int
+    p_items: int
+    p_q: int
+    q_stride: int
+    p_k: int
+    p_v: int
+    p_table: int
+    width: int
+    p_out: int
+    p_lse: int
+    kv_heads: int
+    group: int
+    size: int
+    block_size: int
+
+
+ATTENTION = types.void(types.NamedUniTuple(types.int64, len(AttentionArguments._fields), AttentionArguments), types.f8)
+
+
+@compiled(inline="always")
+def attend_to(item, a, size, scale):
+    """One query token against one split of its context, read where it lies.
 
     A token's K of all heads lie side by side, so the tokens are the outer loop: memory is read front to back.
     """
-    row, first, end = ints(p_items, 3 * item, 3)
-    heads, token, length = kv_heads * group, kv_heads * size, end - first
-    table = ints(p_table, row * width, width)
+    row, first, end = ints(a.p_items, 3 * item, 3)
+    heads, token, length = a.kv_heads * a.group, a.kv_heads * size, end - first
+    table = ints(a.p_table, row * a.width, a.width)
     scores = np.empty(heads * length, np.float32)  # of head 0, then of head 1, ...
     for i in range(length):
-        block = table[(first + i) // block_size] * block_size + (first + i) % block_size
+        block = table[(first + i) // a.block_size] * a.block_size + (first + i) % a.block_size
         for head in range(heads):
-            k = floats(p_k, block * token + head // group * size, size)
-            q = floats(p_q, row * q_stride + head * size, size)
+            k = floats(a.p_k, block * token + head // a.group * size, size)
+            q = floats(a.p_q, row * a.q_stride + head * size, size)
             dot = F0
             for d in range(size):
                 dot += q[d] * k[d]
@@ -164,119 +185,44 @@ def attend_to(
         share = F1 / total
         for i in range(length):
             weights[i] *= share
-        floats(p_lse, item * heads + head, 1)[0] = top + np.log(total)
-        out = floats(p_out, (item * heads + head) * size, size)
+        floats(a.p_lse, item * heads + head, 1)[0] = top + np.log(total)
+        out = floats(a.p_out, (item * heads + head) * size, size)
         for d in range(size):
             out[d] = F0
     for i in range(length):
-        block = table[(first + i) // block_size] * block_size + (first + i) % block_size
+        block = table[(first + i) // a.block_size] * a.block_size + (first + i) % a.block_size
         for head in range(heads):
-            v = floats(p_v, block * token + head // group * size, size)
-            out = floats(p_out, (item * heads + head) * size, size)
+            v = floats(a.p_v, block * token + head // a.group * size, size)
+            out = floats(a.p_out, (item * heads + head) * size, size)
             weight = scores[head * length + i]
             for d in range(size):
                 out[d] += weight * v[d]
 
 
 @compiled
-def attend(
-    item, p_items, p_q, q_stride, p_k, p_v, p_table, width, p_out, p_lse, kv_heads, group, size, block_size, scale
-):
+def attend(item, a, scale):
     """`attend_to`, with the usual head sizes known when compiling: then its inner loops have no ends to look out for,
     which takes a fifth less time."""
-    if size == 64:
-        attend_to(
-            item, p_items, p_q, q_stride, p_k, p_v, p_table, width, p_out, p_lse, kv_heads, group, 64, block_size, scale
-        )
-    elif size == 128:
-        attend_to(
-            item,
-            p_items,
-            p_q,
-            q_stride,
-            p_k,
-            p_v,
-            p_table,
-            width,
-            p_out,
-            p_lse,
-            kv_heads,
-            group,
-            128,
-            block_size,
-            scale,
-        )
+    if a.size == 64:
+        attend_to(item, a, 64, scale)
+    elif a.size == 128:
+        attend_to(item, a, 128, scale)
     else:
-        attend_to(
-            item,
-            p_items,
-            p_q,
-            q_stride,
-            p_k,
-            p_v,
-            p_table,
-            width,
-            p_out,
-            p_lse,
-            kv_heads,
-            group,
-            size,
-            block_size,
-            scale,
-        )
-
-
-ATTENTION = "void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, f8)"
+        attend_to(item, a, a.size, scale)
 
 
 @compiled(ATTENTION)
-def decode_attention(
-    items, p_items, p_q, q_stride, p_k, p_v, p_table, width, p_out, p_lse, kv_heads, group, size, block_size, scale
-):
+def decode_attention(a, scale):
     """`attend` for one item after the other."""
-    for item in range(items):
-        attend(
-            item,
-            p_items,
-            p_q,
-            q_stride,
-            p_k,
-            p_v,
-            p_table,
-            width,
-            p_out,
-            p_lse,
-            kv_heads,
-            group,
-            size,
-            block_size,
-            scale,
-        )
+    for item in range(a.items):
+        attend(item, a, scale)
 
 
 @compiled(ATTENTION, parallel=True)
-def decode_attention_parallel(
-    items, p_items, p_q, q_stride, p_k, p_v, p_table, width, p_out, p_lse, kv_heads, group, size, block_size, scale
-):
+def decode_attention_parallel(a, scale):
     """The same, the items shared out to threads."""
-    for item in prange(items):
-        attend(
-            item,
-            p_items,
-            p_q,
-            q_stride,
-            p_k,
-            p_v,
-            p_table,
-            width,
-            p_out,
-            p_lse,
-            kv_heads,
-            group,
-            size,
-            block_size,
-            scale,
-        )
+    for item in prange(a.items):
+        attend(item, a, scale)
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8)")

@@ -114,25 +114,23 @@ class DecodeAttention:
             q = q.contiguous()
         if not len(self.parts):
             self._allocate(q)
-        rows, heads, size = q.shape
         k, v = self.kv.layers[layer]
-        _, block_size, kv_heads, _ = k.shape
-        self.kernel(
-            *self.work, q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), *self.places,
-            kv_heads, heads // kv_heads, size, block_size, self.scale,
-        )  # fmt: skip
+        layer_inputs = q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr()
+        self.kernel(kernels.AttentionArguments(*self.work, *layer_inputs, *self.places, *self.sizes), self.scale)
         if self.out is not self.parts:
-            kernels.merge(self.firsts.ctypes.data, *self.places[2:], self.out.data_ptr(), rows, heads, size)
+            kernels.merge(self.firsts.ctypes.data, *self.places[2:], self.out.data_ptr(), *q.shape)
         return self.out
 
     def _allocate(self, q: torch.Tensor) -> None:
         rows, heads, size = q.shape
         table, items = self.batch.block_table, len(self.items)
+        _, block_size, kv_heads, _ = self.kv.layers[0][0].shape
         self.parts = torch.empty(items, heads, size, dtype=q.dtype)
         self.lses = torch.empty(items, heads, dtype=q.dtype)
         self.out = self.parts if items == rows else torch.empty(rows, heads, size, dtype=q.dtype)
         self.work = (items, self.items.ctypes.data)
         self.places = (table.data_ptr(), table.shape[1], self.parts.data_ptr(), self.lses.data_ptr())
+        self.sizes = (kv_heads, heads // kv_heads, size, block_size)
 
 
 def _takes(kv: KVCache) -> bool:
