@@ -104,7 +104,7 @@ class DecodeAttention:
         self.items = np.stack((rows, starts, np.minimum(starts + sizes, lens[rows])), 1).astype(np.int32)
         self.parts = self.lses = self.out = torch.empty(0)
         self.kernel = kernels.decode_attention
-        if len(rows) > 1 and _has_openmp():
+        if _has_openmp():  # of a single split too: the two kernels may round differently
             numba.set_num_threads(min(torch.get_num_threads(), numba_config.NUMBA_NUM_THREADS))
             self.kernel = kernels.decode_attention_parallel
 

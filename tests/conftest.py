@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 
 # Before anything imports torch, which reads it once. More threads than a test machine's two cores only get in each
-# other's way, and sums should not depend on the machine.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# other's way, and sums should not depend on the machine. `make test` runs two tests at a time, on a core each.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 # Triton reads it when first imported (transformers does that): without a GPU its kernels run in its interpreter.
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
