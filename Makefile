@@ -33,7 +33,7 @@ lab: setup
 
 # Two tests at a time: a test keeps 1.4 cores busy. The tests of a file share what takes long to make, so they stay together.
 test: setup
-	@$(RUN) pytest -n 2 --dist loadfile $(ARGS)
+	@$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	@$(RUN) ruff check
