@@ -75,6 +75,14 @@ class Linear:
         """residual + the product, in as few operators as it takes, in residual's dtype. x: any dtype."""
         return torch.addmm(residual, x.to(residual.dtype), self._transposed)
 
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x @ weight.T, all in the weight's dtype."""
+        torch.mm(x, self._transposed, out=out)
+
+    def write_sum(self, residual: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = residual + x @ weight.T."""
+        torch.addmm(residual, x, self._transposed, out=out)
+
     @property
     def out_features(self) -> int:
         return len(self.weight)

@@ -96,11 +96,16 @@ class Decoder:
         attention: of this batch, which stores K and V of all T tokens; ops: the steps between the matrix products, in
         torch or as Triton kernels.
         """
+        x = self.run_layers(self.embed(batch.input_ids), batch, attention, ops)
+        x = ops.rms_norm(x[batch.logits_indices], self.norm, self.config.rms_norm_eps)
+        return self.head(x).float()
+
+    def run_layers(self, x: torch.Tensor, batch: Batch, attention: LayerAttention, ops: Ops) -> torch.Tensor:
+        """x [T, hidden_size] after all layers."""
         config = self.config
         kv_heads, dim = config.num_key_value_heads, config.head_dim
         heads = self.layers[0].qkv.out_features // dim - 2 * kv_heads  # with dcp_q_replicate more than those of `o`
         rotate = ops.rotary(self.cos_sin, batch.positions)
-        x = self.embed(batch.input_ids)
         for i, layer in enumerate(self.layers):
             h = ops.rms_norm(x, layer.input_norm, config.rms_norm_eps)
             qkv = layer.qkv(h).view(len(x), heads + 2 * kv_heads, dim)
@@ -112,8 +117,7 @@ class Decoder:
             x = self._add(x, layer.o, out.flatten(1))
             h = ops.rms_norm(x, layer.post_norm, config.rms_norm_eps)
             x = self._add(x, layer.down, ops.swiglu(layer.gate_up.product(h)))
-        x = ops.rms_norm(x[batch.logits_indices], self.norm, config.rms_norm_eps)
-        return self.head(x).float()
+        return x
 
     def _add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor) -> torch.Tensor:
         """x + linear(h), where each rank has a part of h and the product needs all ranks' parts."""

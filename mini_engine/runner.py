@@ -7,7 +7,7 @@ import torch
 from mini_engine import sizing
 from mini_engine.batch import Batch, build_batch, localize
 from mini_engine.checkpoint import Checkpoint
-from mini_engine.config import EngineConfig
+from mini_engine.config import EngineConfig, ModelConfig
 from mini_engine.context_parallel import ContextParallelLayers
 from mini_engine.graphs import DecodeGraphs
 from mini_engine.groups import Group, LocalGroup
@@ -16,7 +16,7 @@ from mini_engine.kv_cache import KVCache
 from mini_engine.layer_attention import LayerAttention, PagedLayers
 from mini_engine.mla import MLADecoder
 from mini_engine.model import Decoder
-from mini_engine.ops import make_ops
+from mini_engine.ops import make_ops, resolve_backend
 from mini_engine.parallel import ModelShard
 from mini_engine.scheduler import SchedulerOutput
 from mini_engine.sharded_checkpoint import ShardedCheckpoint
@@ -40,8 +40,7 @@ class ModelRunner:
         self.max_model_len = sizing.resolve_max_model_len(config, checkpoint.config)
         part: Checkpoint = checkpoint if self.shard.is_whole else ShardedCheckpoint(checkpoint, self.shard)
         model, int4 = part.config, sizing.uses_int4(config, self.device)
-        decoder = MLADecoder if model.mla else Decoder
-        self.model = decoder(model, part, self.dtype, self.device, self.max_model_len, int4, self.group)
+        self.model = self._decoder(model)(model, part, self.dtype, self.device, self.max_model_len, int4, self.group)
         self.num_blocks = self._agreed(sizing.num_kv_blocks(config, model, self.device, self.dtype))
         self.kv = KVCache(model, self.num_blocks, self.block_size, sizing.kv_dtype(config, self.dtype), self.device)
         self.num_host_blocks = sizing.num_host_blocks(config, model, self.dtype)
@@ -105,6 +104,15 @@ class ModelRunner:
         return ContextParallelLayers(
             *shared, shard.context, self.context_group, config.dcp_comm_backend, shard.q_replicate
         )
+
+    def _decoder(self, model: ModelConfig) -> type[Decoder] | type[MLADecoder]:
+        if model.mla:
+            return MLADecoder
+        if resolve_backend(self.config.attention_backend, self.device) == "numba" and self.group.size == 1:
+            from mini_engine.numba_decoder import NumbaDecoder
+
+            return NumbaDecoder
+        return Decoder
 
     def _agreed(self, number: int) -> int:
         """The least of all ranks' numbers: what memory each has left may differ."""
