@@ -53,8 +53,8 @@ def allocated(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}])
 @pytest.mark.parametrize("build", [tiny_llama_dir, tiny_qwen3_dir])
 def test_same_bits_as_the_plain_decoder(build, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    options |= {"dtype": "float32", "kv_cache_memory_bytes": 2**22, "enable_prefix_caching": False}
-    llm = LLM(str(build(tmp_path)), max_num_batched_tokens=24, **options)
+    more: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 2**22, "enable_prefix_caching": False}
+    llm = LLM(str(build(tmp_path)), max_num_batched_tokens=24, **more, **options)
     assert type(llm.engine.runner.model) is NumbaDecoder
     plain, buffered = (run(llm, monkeypatch, of.run_layers) for of in (Decoder, NumbaDecoder))
     assert len(plain) == len(buffered) > 10
