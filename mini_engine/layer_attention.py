@@ -44,11 +44,11 @@ class PagedLayers:
     def __init__(self, batch: Batch, kv: KVCache, ops: Ops, scale: float, dtype: torch.dtype):
         self.batch, self.kv, self.ops = batch, kv, ops
         self._settings = (kv, ops, scale, dtype)
-        self._attention = ops.attention(batch, kv, scale, dtype)
+        self.paged = ops.attention(batch, kv, scale, dtype)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.store(layer, k, v)
-        return self._attention(layer, q)
+        return self.paged(layer, q)
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.ops.write(self.kv, layer, k, v, self.batch.slot_mapping)

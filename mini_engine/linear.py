@@ -67,16 +67,12 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, self._transposed)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """The same in the dtype it comes in: bfloat16 of 4-bit weights. Who can use that is spared a conversion."""
-        return self(x)
-
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + the product, in as few operators as it takes, in residual's dtype. x: any dtype."""
         return torch.addmm(residual, x.to(residual.dtype), self._transposed)
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out = x @ weight.T, all in the weight's dtype."""
+        """out = x @ weight.T, both in the dtype of what the model computes in."""
         torch.mm(x, self._transposed, out=out)
 
     def write_sum(self, residual: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -111,15 +107,21 @@ class Int4Linear(Linear):
         self.scale_and_zero = torch.stack((groups.scale, zero), -1).transpose(0, 1).contiguous().bfloat16()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x).to(x.dtype)
+        return self._product(x).to(x.dtype)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual + self._product(x)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(self._product(x))
+
+    def write_sum(self, residual: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        torch.add(residual, self._product(x), out=out)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > self.max_rows:
             return super().__call__(x.to(self.weight.dtype))
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale_and_zero)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual + self.product(x)
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.weight, self.packed, self.scale_and_zero]

@@ -116,7 +116,7 @@ class Decoder:
             out = attention(i, q, k, v)
             x = self._add(x, layer.o, out.flatten(1))
             h = ops.rms_norm(x, layer.post_norm, config.rms_norm_eps)
-            x = self._add(x, layer.down, ops.swiglu(layer.gate_up.product(h)))
+            x = self._add(x, layer.down, ops.swiglu(layer.gate_up(h)))
         return x
 
     def _add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor) -> torch.Tensor:

@@ -6,15 +6,15 @@ layer makes a dozen. Here those of a step are made once: a step of one sequence 
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
 
 import torch
 
 from mini_engine import numba_kernels as kernels
 from mini_engine.batch import Batch
-from mini_engine.layer_attention import LayerAttention
-from mini_engine.linear import Linear
+from mini_engine.layer_attention import LayerAttention, PagedLayers
 from mini_engine.model import Decoder
+from mini_engine.numba_ops import DecodeAttention
 from mini_engine.ops import Ops
 
 
@@ -23,7 +23,7 @@ class NumbaDecoder(Decoder):
     the plain one's way where a model is not float32 throughout."""
 
     def run_layers(self, x: torch.Tensor, batch: Batch, attention: LayerAttention, ops: Ops) -> torch.Tensor:
-        if x.dtype != torch.float32 or not self._is_dense:
+        if x.dtype != torch.float32:
             return super().run_layers(x, batch, attention, ops)
         config, first = self.config, self.layers[0]
         (rows, width), dim, kv_heads = x.shape, config.head_dim, config.num_key_value_heads
@@ -32,6 +32,7 @@ class NumbaDecoder(Decoder):
         h, added = torch.empty_like(x), torch.empty_like(x)
         qkv, gate_up, act = (torch.empty(rows, size) for size in (row, 2 * inner, inner))
         q, k, v = qkv.view(rows, -1, dim).split((heads, kv_heads, kv_heads), 1)
+        attend = _by_layer(attention, q, k, v)
         p_x, p_h, p_added, p_gate_up, p_act = (tensor.data_ptr() for tensor in (x, h, added, gate_up, act))
         p_q, p_k, p_cos_sin, p_positions = (t.data_ptr() for t in (q, k, self.cos_sin, batch.positions))
         for i, layer in enumerate(self.layers):
@@ -41,15 +42,19 @@ class NumbaDecoder(Decoder):
                 kernels.rms_norm(p_q, row, layer.q_norm.data_ptr(), p_q, row, rows, heads, dim, eps)
                 kernels.rms_norm(p_k, row, layer.k_norm.data_ptr(), p_k, row, rows, kv_heads, dim, eps)
             kernels.rope(p_q, row, p_cos_sin, p_positions, rows, heads + kv_heads, dim)  # of K too, which is next to Q
-            layer.o.write_sum(x, attention(i, q, k, v).flatten(1), added)
+            layer.o.write_sum(x, attend(i).flatten(1), added)
             kernels.rms_norm(p_added, width, layer.post_norm.data_ptr(), p_h, width, rows, 1, width, eps)
             layer.gate_up.write(h, gate_up)
             kernels.swiglu(p_gate_up, p_act, rows, inner)
             layer.down.write_sum(added, act, x)
         return x
 
-    @cached_property
-    def _is_dense(self) -> bool:
-        """Whether no matrix is one of 4-bit weights, which have a product of their own."""
-        parts = [part for layer in self.layers for part in vars(layer).values() if isinstance(part, Linear)]
-        return all(type(part) is Linear for part in parts)
+
+def _by_layer(
+    attention: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Callable[[int], torch.Tensor]:
+    """`attention` of each layer, whose q, k and v all lie where these do."""
+    paged = attention.paged if isinstance(attention, PagedLayers) else None
+    if isinstance(paged, DecodeAttention):
+        return paged.by_layer(q, k, v)
+    return lambda layer: attention(layer, q, k, v)

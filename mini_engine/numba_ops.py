@@ -39,11 +39,7 @@ class NumbaOps(TorchOps):
     def write(self, kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if not (_takes(kv) and _is_packed(k) and _is_packed(v)):
             return super().write(kv, layer, k, v, slot_mapping)
-        k_pool, v_pool = kv.layers[layer]
-        kernels.write(
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k_pool.data_ptr(), v_pool.data_ptr(),
-            slot_mapping.data_ptr(), k.shape[0], k.shape[1] * k.shape[2],
-        )  # fmt: skip
+        kernels.write(*_write_arguments(kv, layer, k, v, slot_mapping))
 
     def rotary(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         by_torch = super().rotary(cos_sin, positions)
@@ -102,7 +98,7 @@ class DecodeAttention:
         sizes = -(-lens // splits)[rows]
         starts = (np.arange(len(rows)) - self.firsts[rows]) * sizes
         self.items = np.stack((rows, starts, np.minimum(starts + sizes, lens[rows])), 1).astype(np.int32)
-        self.parts = self.lses = self.out = torch.empty(0)
+        self.out = torch.empty(0)
         self.kernel = kernels.decode_attention
         if _has_openmp():  # of a single split too: the two kernels may round differently
             numba.set_num_threads(min(torch.get_num_threads(), numba_config.NUMBA_NUM_THREADS))
@@ -112,14 +108,38 @@ class DecodeAttention:
         """q [num_decodes, heads, D] -> [num_decodes, heads, D]."""
         if not _is_packed(q):
             q = q.contiguous()
-        if not len(self.parts):
+        if not len(self.out):
             self._allocate(q)
+        self._run(self._arguments(layer, q))
+        return self.out
+
+    def by_layer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[int], torch.Tensor]:
+        """(layer) -> K and V are in their slots, and the result: for layers that all put q, k and v in these places.
+
+        Addresses are looked up here, for all layers in one go. Between two products, which push Python's own code out
+        of the caches, that took more time than attention.
+        """
+        self._allocate(q)
+        layers = range(len(self.kv.layers))
+        attentions = [self._arguments(layer, q) for layer in layers]
+        writes = [_write_arguments(self.kv, layer, k, v, self.batch.slot_mapping) for layer in layers]
+
+        def attend(layer: int) -> torch.Tensor:
+            kernels.write(*writes[layer])
+            self._run(attentions[layer])
+            return self.out
+
+        return attend
+
+    def _run(self, arguments: kernels.AttentionArguments) -> None:
+        self.kernel(arguments, self.scale)
+        if self.merged:
+            kernels.merge(*self.merged)
+
+    def _arguments(self, layer: int, q: torch.Tensor) -> kernels.AttentionArguments:
         k, v = self.kv.layers[layer]
         layer_inputs = q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr()
-        self.kernel(kernels.AttentionArguments(*self.work, *layer_inputs, *self.places, *self.sizes), self.scale)
-        if self.out is not self.parts:
-            kernels.merge(self.firsts.ctypes.data, *self.places[2:], self.out.data_ptr(), *q.shape)
-        return self.out
+        return kernels.AttentionArguments(*self.work, *layer_inputs, *self.places, *self.sizes)
 
     def _allocate(self, q: torch.Tensor) -> None:
         rows, heads, size = q.shape
@@ -127,15 +147,26 @@ class DecodeAttention:
         _, block_size, kv_heads, _ = self.kv.layers[0][0].shape
         self.parts = torch.empty(items, heads, size, dtype=q.dtype)
         self.lses = torch.empty(items, heads, dtype=q.dtype)
-        self.out = self.parts if items == rows else torch.empty(rows, heads, size, dtype=q.dtype)
         self.work = (items, self.items.ctypes.data)
         self.places = (table.data_ptr(), table.shape[1], self.parts.data_ptr(), self.lses.data_ptr())
+        self.out, self.merged = self.parts, ()
+        if items > rows:
+            self.out = torch.empty(rows, heads, size, dtype=q.dtype)
+            self.merged = (self.firsts.ctypes.data, *self.places[2:], self.out.data_ptr(), *q.shape)
         self.sizes = (kv_heads, heads // kv_heads, size, block_size)
 
 
 def _takes(kv: KVCache) -> bool:
     """Whether the kernels can read and write this cache."""
     return kv.k.dtype == torch.float32 and kv.k.shape == kv.v.shape
+
+
+def _write_arguments(
+    kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
+) -> tuple[int, ...]:
+    k_pool, v_pool = kv.layers[layer]
+    new, pools = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)), (k_pool.data_ptr(), v_pool.data_ptr())
+    return *new, *pools, slot_mapping.data_ptr(), k.shape[0], k.shape[1] * k.shape[2]
 
 
 def _is_packed(x: torch.Tensor) -> bool:

@@ -48,7 +48,7 @@ def test_few_rows_are_as_exact_as_bfloat16(rows: int, amx: bool) -> None:
         assert product.dtype == torch.float32 and not torch.equal(product, exact)
         assert error(product, exact) < 1.5 * bfloat16 < 0.01
     few = Int4Linear(weight, groups)
-    assert torch.equal(few.add_to(exact, x), exact + few.product(x))
+    assert torch.equal(few.add_to(exact, x), exact + few._product(x))
 
 
 def test_which_weights_multiply_how_many_rows(amx: bool) -> None:

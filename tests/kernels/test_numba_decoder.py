@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mini_engine import LLM, SamplingParams
-from mini_engine.linear import Linear
+from mini_engine.linear import Int4Linear, Linear
 from mini_engine.model import Decoder
 from mini_engine.numba_decoder import NumbaDecoder
 from tests.builders import tiny_deepseek_v2_dir, tiny_llama_dir, tiny_qwen3_dir, to_gguf
@@ -35,62 +35,50 @@ def run(llm: LLM, monkeypatch: pytest.MonkeyPatch, run_layers) -> list[torch.Ten
     return seen
 
 
-def allocated(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Products of layers that made a tensor of their own, in all steps."""
+def returned(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Products of layers that made a tensor to return, in all steps."""
     count = 0
 
-    def product(self: Linear, x: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += self is not llm.engine.runner.model.head
-        return torch.mm(x, self._transposed)
+    def counted(of: type[Linear]):
+        original = of.__call__
+
+        def product(self: Linear, x: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += type(self) is of and self is not llm.engine.runner.model.head
+            return original(self, x)
+
+        return product
 
     with monkeypatch.context() as patch:
-        patch.setattr(Linear, "__call__", product)
+        for of in (Linear, Int4Linear):
+            patch.setattr(of, "__call__", counted(of))
         llm.generate(PROMPTS, PARAMS)
     return count
 
 
+def q4_llama(folder: Path) -> Path:
+    return to_gguf(tiny_llama_dir(folder), folder / "q4.gguf", "Q4_1")
+
+
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}])
-@pytest.mark.parametrize("build", [tiny_llama_dir, tiny_qwen3_dir])
-def test_same_bits_as_the_plain_decoder(build, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    more: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 2**22, "enable_prefix_caching": False}
+@pytest.mark.parametrize("build, dtype", [(tiny_llama_dir, "float32"), (tiny_qwen3_dir, "float32"), (q4_llama, "auto")])
+def test_same_bits_as_the_plain_decoder(
+    build, dtype: str, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    more: dict[str, Any] = {"dtype": dtype, "kv_cache_memory_bytes": 2**22, "enable_prefix_caching": False}
     llm = LLM(str(build(tmp_path)), max_num_batched_tokens=24, **more, **options)
     assert type(llm.engine.runner.model) is NumbaDecoder
+    assert any(type(layer.o) is Int4Linear for layer in llm.engine.runner.model.layers) == (dtype == "auto")
     plain, buffered = (run(llm, monkeypatch, of.run_layers) for of in (Decoder, NumbaDecoder))
     assert len(plain) == len(buffered) > 10
     assert all(torch.equal(a, b) for a, b in zip(plain, buffered, strict=True))
-    assert allocated(llm, monkeypatch) == 0
+    assert returned(llm, monkeypatch) == 0
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
-def test_other_weights_go_the_plain_way(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """4-bit weights, which have a product of their own, and other dtypes."""
-    path = str(to_gguf(tiny_llama_dir(tmp_path), tmp_path / "q4.gguf", "Q4_1"))
-    llm = LLM(path, dtype=dtype, kv_cache_memory_bytes=2**22)
+def test_other_dtypes_go_the_plain_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    llm = LLM(str(tiny_llama_dir(tmp_path)), dtype="bfloat16", kv_cache_memory_bytes=2**22)
     assert type(llm.engine.runner.model) is NumbaDecoder
-    calls = []
-
-    def write(self: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
-        calls.append(self)
-        torch.mm(x, self._transposed, out=out)
-
-    monkeypatch.setattr(Linear, "write", write)
-    llm.generate(PROMPTS, PARAMS)
-    assert bool(calls) == (dtype == "float32")
-
-
-def test_a_single_layer_of_4_bits_is_enough(tmp_path: Path):
-    """A file may hold some matrices in another form."""
-    path = str(to_gguf(tiny_llama_dir(tmp_path), tmp_path / "q4.gguf", "Q4_1"))
-    model = LLM(path, dtype="auto", kv_cache_memory_bytes=2**22).engine.runner.model
-    last = model.layers[-1].down
-    for layer in model.layers:
-        for name in ("qkv", "o", "gate_up", "down"):
-            setattr(layer, name, Linear(getattr(layer, name).weight))
-    assert model._is_dense
-    del model._is_dense
-    model.layers[-1].down = last
-    assert not model._is_dense
+    assert returned(llm, monkeypatch) > 0
 
 
 @pytest.mark.parametrize(
