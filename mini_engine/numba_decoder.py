@@ -42,7 +42,7 @@ class NumbaDecoder(Decoder):
                 kernels.rms_norm(p_q, row, layer.q_norm.data_ptr(), p_q, row, rows, heads, dim, eps)
                 kernels.rms_norm(p_k, row, layer.k_norm.data_ptr(), p_k, row, rows, kv_heads, dim, eps)
             kernels.rope(p_q, row, p_cos_sin, p_positions, rows, heads + kv_heads, dim)  # of K too, which is next to Q
-            layer.o.write_sum(x, attend(i).flatten(1), added)
+            layer.o.write_sum(x, attend(i), added)
             kernels.rms_norm(p_added, width, layer.post_norm.data_ptr(), p_h, width, rows, 1, width, eps)
             layer.gate_up.write(h, gate_up)
             kernels.swiglu(p_gate_up, p_act, rows, inner)
@@ -57,4 +57,4 @@ def _by_layer(
     paged = attention.paged if isinstance(attention, PagedLayers) else None
     if isinstance(paged, DecodeAttention):
         return paged.by_layer(q, k, v)
-    return lambda layer: attention(layer, q, k, v)
+    return lambda layer: attention(layer, q, k, v).flatten(1)

@@ -20,6 +20,7 @@ from mini_engine.kv_cache import KVCache
 from mini_engine.ops import Attention, TorchOps
 
 SPLIT = 128
+ARGUMENTS = np.dtype([(name, np.int64) for name in kernels.AttentionArguments._fields])
 numba_config: Any = numba.config
 
 
@@ -39,7 +40,7 @@ class NumbaOps(TorchOps):
     def write(self, kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if not (_takes(kv) and _is_packed(k) and _is_packed(v)):
             return super().write(kv, layer, k, v, slot_mapping)
-        kernels.write(*_write_arguments(kv, layer, k, v, slot_mapping))
+        kernels.write(*_write_arguments(kv.layers[layer], k, v, slot_mapping))
 
     def rotary(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         by_torch = super().rotary(cos_sin, positions)
@@ -98,6 +99,7 @@ class DecodeAttention:
         sizes = -(-lens // splits)[rows]
         starts = (np.arange(len(rows)) - self.firsts[rows]) * sizes
         self.items = np.stack((rows, starts, np.minimum(starts + sizes, lens[rows])), 1).astype(np.int32)
+        self.arguments = np.zeros(len(kv.layers), ARGUMENTS)
         self.out = torch.empty(0)
         self.kernel = kernels.decode_attention
         if _has_openmp():  # of a single split too: the two kernels may round differently
@@ -110,50 +112,60 @@ class DecodeAttention:
             q = q.contiguous()
         if not len(self.out):
             self._allocate(q)
-        self._run(self._arguments(layer, q))
+        self.arguments["p_q"][layer], self.arguments["q_stride"][layer] = q.data_ptr(), q.stride(0)
+        self.kernel(self._p_arguments(layer), self.scale)
         return self.out
 
     def by_layer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[int], torch.Tensor]:
-        """(layer) -> K and V are in their slots, and the result: for layers that all put q, k and v in these places.
+        """(layer) -> K and V are in their slots, and the result [num_decodes, heads * D]: for layers that all put q, k
+        and v in these places.
 
-        Addresses are looked up here, for all layers in one go. Between two products, which push Python's own code out
-        of the caches, that took more time than attention.
+        What the kernels take is looked up here, for all layers in one go. Between two products, which push Python's own
+        code out of the caches, that took longer than attention.
         """
         self._allocate(q)
-        layers = range(len(self.kv.layers))
-        attentions = [self._arguments(layer, q) for layer in layers]
-        writes = [_write_arguments(self.kv, layer, k, v, self.batch.slot_mapping) for layer in layers]
+        attends = [self._p_arguments(layer) for layer in range(len(self.arguments))]
+        writes = [_write_arguments(pools, k, v, self.batch.slot_mapping) for pools in self.kv.layers]
+        out = self.out.flatten(1)
 
         def attend(layer: int) -> torch.Tensor:
             kernels.write(*writes[layer])
-            self._run(attentions[layer])
-            return self.out
+            self.kernel(attends[layer], self.scale)
+            return out
 
         return attend
 
-    def _run(self, arguments: kernels.AttentionArguments) -> None:
-        self.kernel(arguments, self.scale)
-        if self.merged:
-            kernels.merge(*self.merged)
-
-    def _arguments(self, layer: int, q: torch.Tensor) -> kernels.AttentionArguments:
-        k, v = self.kv.layers[layer]
-        layer_inputs = q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr()
-        return kernels.AttentionArguments(*self.work, *layer_inputs, *self.places, *self.sizes)
+    def _p_arguments(self, layer: int) -> int:
+        return self.arguments.ctypes.data + layer * self.arguments.itemsize
 
     def _allocate(self, q: torch.Tensor) -> None:
+        """Where results go; what is then known of the arguments."""
         rows, heads, size = q.shape
         table, items = self.batch.block_table, len(self.items)
         _, block_size, kv_heads, _ = self.kv.layers[0][0].shape
-        self.parts = torch.empty(items, heads, size, dtype=q.dtype)
-        self.lses = torch.empty(items, heads, dtype=q.dtype)
-        self.work = (items, self.items.ctypes.data)
-        self.places = (table.data_ptr(), table.shape[1], self.parts.data_ptr(), self.lses.data_ptr())
-        self.out, self.merged = self.parts, ()
-        if items > rows:
-            self.out = torch.empty(rows, heads, size, dtype=q.dtype)
-            self.merged = (self.firsts.ctypes.data, *self.places[2:], self.out.data_ptr(), *q.shape)
-        self.sizes = (kv_heads, heads // kv_heads, size, block_size)
+        self.parts, self.lses = torch.empty(items, heads, size), torch.empty(items, heads)
+        self.out = self.parts if items == rows else torch.empty(rows, heads, size)
+        arguments = {
+            "items": items,
+            "p_items": self.items.ctypes.data,
+            "p_q": q.data_ptr(),
+            "q_stride": q.stride(0),
+            "p_k": [k.data_ptr() for k, _ in self.kv.layers],
+            "p_v": [v.data_ptr() for _, v in self.kv.layers],
+            "p_table": table.data_ptr(),
+            "width": table.shape[1],
+            "p_parts": self.parts.data_ptr(),
+            "p_lses": self.lses.data_ptr(),
+            "rows": rows,
+            "p_firsts": self.firsts.ctypes.data,
+            "p_out": self.out.data_ptr(),
+            "kv_heads": kv_heads,
+            "group": heads // kv_heads,
+            "size": size,
+            "block_size": block_size,
+        }
+        for name, value in arguments.items():
+            self.arguments[name] = value
 
 
 def _takes(kv: KVCache) -> bool:
@@ -162,11 +174,10 @@ def _takes(kv: KVCache) -> bool:
 
 
 def _write_arguments(
-    kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
+    pools: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
 ) -> tuple[int, ...]:
-    k_pool, v_pool = kv.layers[layer]
-    new, pools = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)), (k_pool.data_ptr(), v_pool.data_ptr())
-    return *new, *pools, slot_mapping.data_ptr(), k.shape[0], k.shape[1] * k.shape[2]
+    new, places = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)), (pool.data_ptr() for pool in pools)
+    return *new, *places, slot_mapping.data_ptr(), k.shape[0], k.shape[1] * k.shape[2]
 
 
 def _is_packed(x: torch.Tensor) -> bool:
