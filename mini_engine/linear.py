@@ -6,7 +6,7 @@ where it has AMX. So on a CPU `Int4Linear` keeps two forms and chooses by the nu
 
     ms for all matrices of SmolLM2's layers, two cores     rows   1     4     8    16    32    128    2048
     a CPU with AMX             4-bit                            7.2    11    20    38    71    287    6124
-                               bfloat16                          25    27    24    25    27     42     265
+                               bfloat16                          20    18    18    18    24     42     265
                                float32                           23    45    52    59    74    213    2973
     one without                4-bit                            6.4                34                 3400
                                bfloat16, packed by oneDNN        14                35                 2630
@@ -26,6 +26,7 @@ import torch
 from mini_engine.checkpoint import Checkpoint
 
 GROUP = 32
+AMX_ROWS = 32
 INT4_ROWS = 16  # the operator takes weights with multiples of so many rows
 
 
@@ -107,7 +108,7 @@ class Int4Linear(Linear):
         self.scale_and_zero = torch.stack((groups.scale, zero), -1).transpose(0, 1).contiguous().bfloat16()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x).to(x.dtype)
+        return self._product(x).to(x.dtype, memory_format=torch.contiguous_format)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return residual + self._product(x)
@@ -120,7 +121,7 @@ class Int4Linear(Linear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > self.max_rows:
-            return super().__call__(x.to(self.weight.dtype))
+            return _many_rows(x.to(self.weight.dtype), self.weight)
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale_and_zero)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -136,7 +137,6 @@ class HalfLinear(Linear):
     def __init__(self, weight: torch.Tensor):
         super().__init__(weight)
         self.half = weight.bfloat16()
-        self._half_transposed = self.half.t()
         self.max_rows = math.inf if has_amx() else max_int4_rows()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -144,13 +144,22 @@ class HalfLinear(Linear):
             return super().__call__(x)
         if len(x) == 1:  # half the time of a matrix product of one row
             return torch.mv(self.half, x[0].bfloat16())[None].to(x.dtype)
-        return torch.mm(x.bfloat16(), self._half_transposed).to(x.dtype)
+        product = _many_rows(x.bfloat16(), self.half)
+        return product.to(x.dtype, memory_format=torch.contiguous_format)
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.weight, self.half]
 
     def read_bytes(self) -> int:
         return self.half.nbytes
+
+
+def _many_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T of two or more rows. oneDNN's products by AMX copy the matrix on the right into another order first:
+    up to AMX_ROWS it is faster to have x there; the result's columns then lie one after the other, not its rows."""
+    if weight.dtype == torch.bfloat16 and len(x) <= AMX_ROWS and has_amx():
+        return torch.mm(weight, x.t()).t()
+    return torch.mm(x, weight.t())
 
 
 def int4_bytes(checkpoint: Checkpoint) -> int:

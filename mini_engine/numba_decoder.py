@@ -1,7 +1,8 @@
 """The decoder on a CPU: every layer writes its results where the layer before wrote its own.
 
-To make a tensor, or a view of one, takes time between two products, which push torch's code out of the caches, and a
-layer makes a dozen. Here those of a step are made once: a step of one sequence takes 5 to 7 % less.
+A layer's products push all other code out of the caches, so that what is between them costs several times what it
+costs alone: to make a tensor, or to look up where one lies. Here that is done once a step, and layers call kernels with
+numbers: a step of one sequence takes a tenth less in float32, a fifth less with 4-bit weights.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mini_engine.ops import Ops
 
 class NumbaDecoder(Decoder):
     """A `Decoder` of one rank. Its layers compute the same, to the bit, as the plain one's on `NumbaOps`; they take
-    the plain one's way where a model is not float32 throughout."""
+    the plain one's way where a model does not compute in float32."""
 
     def run_layers(self, x: torch.Tensor, batch: Batch, attention: LayerAttention, ops: Ops) -> torch.Tensor:
         if x.dtype != torch.float32:

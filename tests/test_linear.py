@@ -47,8 +47,25 @@ def test_few_rows_are_as_exact_as_bfloat16(rows: int, amx: bool) -> None:
         product = linear(x)
         assert product.dtype == torch.float32 and not torch.equal(product, exact)
         assert error(product, exact) < 1.5 * bfloat16 < 0.01
-    few = Int4Linear(weight, groups)
-    assert torch.equal(few.add_to(exact, x), exact + few._product(x))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 32, 33])
+def test_all_ways_to_ask_for_a_product_agree(rows: int, amx: bool) -> None:
+    """Whichever way round the matrices are multiplied. A result's rows lie one after the other."""
+    weight, groups = random_groups(96, 192)
+    draw = torch.Generator().manual_seed(1)
+    x, residual = torch.randn(rows, 192, generator=draw), torch.randn(rows, 96, generator=draw)
+    for linear in (Linear(weight), Int4Linear(weight.to(linears.many_rows_dtype()), groups), HalfLinear(weight)):
+        product, out = linear(x), torch.empty(rows, 96)
+        assert product.is_contiguous() and error(product, F.linear(x, weight)) < 0.01
+        if type(linear) is HalfLinear:  # for the vocabulary alone
+            continue
+        linear.write(x, out)
+        assert torch.equal(out, product)
+        linear.write_sum(residual, x, out)
+        added = linear.add_to(residual, x)
+        assert torch.equal(out, added) and added.is_contiguous()
+        assert error(added, residual + product) < 1e-6
 
 
 def test_which_weights_multiply_how_many_rows(amx: bool) -> None:
