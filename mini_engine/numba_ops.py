@@ -100,6 +100,8 @@ class DecodeAttention:
         starts = (np.arange(len(rows)) - self.firsts[rows]) * sizes
         self.items = np.stack((rows, starts, np.minimum(starts + sizes, lens[rows])), 1).astype(np.int32)
         self.arguments = np.zeros(len(kv.layers), ARGUMENTS)
+        first, size = self.arguments.ctypes.data, self.arguments.itemsize
+        self.p_arguments = range(first, first + len(kv.layers) * size, size)
         self.out = torch.empty(0)
         self.kernel = kernels.decode_attention
         if _has_openmp():  # of a single split too: the two kernels may round differently
@@ -113,7 +115,7 @@ class DecodeAttention:
         if not len(self.out):
             self._allocate(q)
         self.arguments["p_q"][layer], self.arguments["q_stride"][layer] = q.data_ptr(), q.stride(0)
-        self.kernel(self._p_arguments(layer), self.scale)
+        self.kernel(self.p_arguments[layer], self.scale)
         return self.out
 
     def by_layer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[int], torch.Tensor]:
@@ -124,19 +126,15 @@ class DecodeAttention:
         code out of the caches, that took longer than attention.
         """
         self._allocate(q)
-        attends = [self._p_arguments(layer) for layer in range(len(self.arguments))]
         writes = [_write_arguments(pools, k, v, self.batch.slot_mapping) for pools in self.kv.layers]
         out = self.out.flatten(1)
 
         def attend(layer: int) -> torch.Tensor:
             kernels.write(*writes[layer])
-            self.kernel(attends[layer], self.scale)
+            self.kernel(self.p_arguments[layer], self.scale)
             return out
 
         return attend
-
-    def _p_arguments(self, layer: int) -> int:
-        return self.arguments.ctypes.data + layer * self.arguments.itemsize
 
     def _allocate(self, q: torch.Tensor) -> None:
         """Where results go; what is then known of the arguments."""
