@@ -17,12 +17,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import carray, njit, prange, types
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 # Sums may be taken in another order, as vectors need it; infinities and NaN keep their meaning.
 compiled: Any = partial(njit, cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+torch_threads = torch.get_num_threads()  # Numba sets what OpenMP uses, torch too, to all cores when it compiles prange
 
 F0, F1, HALF = np.float32(0), np.float32(1), np.float32(0.5)
 
@@ -264,3 +267,6 @@ def decode_attention_parallel(p_arguments, scale):
     for item in prange(arguments(p_arguments).items):
         attend(item, p_arguments, scale)
     merge(p_arguments)
+
+
+torch.set_num_threads(torch_threads)

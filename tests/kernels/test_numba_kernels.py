@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -241,3 +244,15 @@ def test_backends_are_chosen_by_device(monkeypatch: pytest.MonkeyPatch):
     assert resolve_backend("auto", CPU) == "torch"
     with pytest.raises(ConfigError, match="'numba' needs the numba package: install it, or use 'torch' or 'auto'"):
         make_ops("numba", CPU)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_as_many_threads_as_torch_was_told(threads: int):
+    """Numba would let OpenMP, and so torch, use all cores again: on a busy machine they wait for each other."""
+    code = (
+        f"import torch; torch.set_num_threads({threads}); torch.get_num_threads(); import numba\n"
+        "from mini_engine import numba_decoder\n"
+        f"numba.set_num_threads(1); assert torch.get_num_threads() == {threads}, torch.get_num_threads()"
+    )
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "3"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
