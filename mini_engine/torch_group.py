@@ -6,6 +6,7 @@ starts its ranks itself.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ class TorchGroup(Group):
             if backend == "nccl":
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            if backend == "gloo":
+                atexit.register(_leave)  # its threads outlive the interpreter else, and may abort the process
         return cls()
 
     @classmethod
@@ -79,6 +82,11 @@ class TorchGroup(Group):
             yield
         except RuntimeError as error:
             raise GroupError(f"rank {self.rank} in {name}: {' '.join(str(error).split())}") from error
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def backend_of(device_type: str) -> str:
