@@ -26,7 +26,7 @@ import torch
 from mini_engine.checkpoint import Checkpoint
 
 GROUP = 32
-AMX_ROWS = 32
+AMX_ROWS = 32  # see `_many_rows`
 INT4_ROWS = 16  # the operator takes weights with multiples of so many rows
 
 

@@ -41,7 +41,7 @@ class TorchGroup(Group):
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
             if backend == "gloo":
-                atexit.register(_leave)  # its threads outlive the interpreter else, and may abort the process
+                atexit.register(_leave)  # a rank that had not left was seen to abort as it ended
         return cls()
 
     @classmethod

@@ -45,3 +45,17 @@ def test_every_rank_gets_the_tokens_of_one_process(size, options, model):
 def test_a_rank_that_raises_ends_the_others(model):
     done = torchrun(2, model, "fail")
     assert done.returncode != 0 and "this rank has had enough" in done.stderr
+
+
+def test_a_rank_leaves_its_group_when_it_ends():
+    """What was registered first is called last: after the group has been left."""
+    code = (
+        "import atexit, torch.distributed as dist\n"
+        "atexit.register(lambda: print('in a group:', dist.is_initialized()))\n"
+        "from mini_engine.torch_group import TorchGroup\n"
+        "assert TorchGroup.from_environment('gloo').size == 1 and dist.is_initialized()"
+    )
+    alone = ["--standalone", "--nproc-per-node=1", "--no-python", sys.executable, "-c", code]
+    command = [sys.executable, "-m", "torch.distributed.run", *alone]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0 and "in a group: False" in done.stdout, done.stdout + done.stderr[-3000:]
